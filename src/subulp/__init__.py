@@ -1,0 +1,21 @@
+"""subulp: optimizers that train models held entirely in low precision at fp32 quality."""
+
+from subulp.numerics.rounding import (
+    add_stochastic_,
+    addcdiv_stochastic_,
+    copy_stochastic_,
+    lerp_stochastic_,
+    round_stochastic,
+)
+from subulp.rules.adamw import AdamW
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AdamW",
+    "add_stochastic_",
+    "addcdiv_stochastic_",
+    "copy_stochastic_",
+    "lerp_stochastic_",
+    "round_stochastic",
+]

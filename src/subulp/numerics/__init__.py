@@ -1,0 +1,1 @@
+"""Noise, rounding and storage formats: everything that decides a bit."""

@@ -1,0 +1,200 @@
+"""The options that every optimizer shares: types, defaults, validation and normal form."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import TypedDict
+
+StateDtype = str | torch.dtype | Mapping[str, str | torch.dtype]
+
+
+class Options(TypedDict, total=False):
+    """Keyword options of every optimizer; each may also be set per parameter group."""
+
+    maximize: bool
+    """Ascend instead of descend (default False)."""
+    foreach: bool | None
+    """Accepted for compatibility with torch and ignored: tensors are always updated in buckets."""
+    capturable: bool
+    """Keep the step counter on the parameter's device, for graph capture (default False)."""
+    differentiable: bool
+    """Let autograd record the update; fp32 and fp64 parameters and states only (default False)."""
+    fused: bool | None
+    """Accepted for compatibility with torch and ignored: an update is always one fused expression."""
+    stochastic_rounding: bool
+    """Round low-precision weights and states stochastically (default True); False rounds to nearest."""
+    state_dtype: StateDtype
+    """How states are stored: "param" (default), "fp32", "bf16", "fp16", a torch.dtype, or {state name: one of these}.
+
+    "param" is the parameter's dtype; states that hold squares are bf16 under fp16 parameters, whose own exponent range
+    would flush the square of every gradient below 2.4e-4.
+    """
+    weight_residual: str | int | None
+    """Extra bits kept beside a bf16 weight. Only None exists yet."""
+    seed: int
+    """Seed of the rounding noise, 0 <= seed < 2**64 (default 0). Runs with equal seeds round equally."""
+    backend: str
+    """"auto" (default), "eager", "numba" or "triton"."""
+
+
+DEFAULTS: dict[str, Any] = {
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "stochastic_rounding": True,
+    "state_dtype": "param",
+    "weight_residual": None,
+    "seed": 0,
+    "backend": "auto",
+}
+
+BACKENDS = ("auto", "eager", "numba", "triton")
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_ALIASES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float64": "fp64"}
+_PLANNED = ("int8", "factored")
+
+Check = Callable[[str, Any], Any]
+
+
+def as_real(what: str, value: Any) -> float:
+    """The value as a float, or TypeError if it is no number."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_complex():
+            raise TypeError(f"{what} is a tensor of shape {tuple(value.shape)}: pass a real number or a one-element tensor.")
+        return float(value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{what}={value!r} is a {type(value).__name__}: pass a number, e.g. float(...) of it.")
+    return float(value)
+
+
+def check_nonnegative(what: str, value: Any) -> Any:
+    """``value``, a finite number >= 0."""
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        return value  # reading it would wait for the device
+    number = as_real(what, value)
+    if not 0.0 <= number < math.inf:
+        raise ValueError(f"{what}={value!r}: must be a finite number >= 0.")
+    return value
+
+
+def check_fraction(what: str, value: Any) -> Any:
+    """``value``, a number in [0, 1)."""
+    number = as_real(what, value)
+    if not 0.0 <= number < 1.0:
+        raise ValueError(f"{what}={value!r}: must be in [0, 1).")
+    return value
+
+
+def check_betas(what: str, value: Any) -> Any:
+    """A pair of numbers in [0, 1); lists stay lists, since schedulers and trainers rewrite them."""
+    if isinstance(value, (str, Tensor)) or not isinstance(value, Iterable):
+        raise TypeError(f"{what}={value!r} is a {type(value).__name__}: pass a pair of numbers, e.g. (0.9, 0.999).")
+    pair = value if isinstance(value, (list, tuple)) else tuple(value)
+    if len(pair) != 2:
+        raise ValueError(f"{what}={value!r} has {len(pair)} entries: pass a pair of numbers, e.g. (0.9, 0.999).")
+    for i, beta in enumerate(pair):
+        check_fraction(f"{what}[{i}]", beta)
+    return pair
+
+
+def check_flag(what: str, value: Any) -> Any:
+    """A bool (0 and 1 are taken as such)."""
+    if isinstance(value, str) or value not in (True, False):
+        raise TypeError(f"{what}={value!r}: must be True or False.")
+    return bool(value)
+
+
+def _check_seed(what: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{what}={value!r} is a {type(value).__name__}: pass an int in [0, 2**64).")
+    if not 0 <= value < 1 << 64:
+        raise ValueError(f"{what}={value!r}: must be in [0, 2**64).")
+    return int(value)
+
+
+def _check_backend(what: str, value: Any) -> str:
+    if value not in BACKENDS:
+        raise ValueError(f"{what}={value!r}: must be one of {', '.join(map(repr, BACKENDS))}.")
+    return str(value)
+
+
+def _check_residual(what: str, value: Any) -> None:
+    if value is None:
+        return
+    if value in ("kahan", 8, 16) and not isinstance(value, bool):
+        raise NotImplementedError(f"{what}={value!r} does not exist yet: leave it None, or train fp32 weights.")
+    raise ValueError(f"{what}={value!r}: must be None.")
+
+
+def _dtype_name(what: str, value: Any) -> str:
+    if isinstance(value, torch.dtype):
+        if value in _DTYPE_NAMES:
+            return _DTYPE_NAMES[value]
+        raise ValueError(f"{what}={value}: states are stored as torch.float32, torch.bfloat16 or torch.float16.")
+    if not isinstance(value, str):
+        raise TypeError(f"{what}={value!r} is a {type(value).__name__}: pass a name such as 'bf16', a torch.dtype or a dict.")
+    name = value.lower().removeprefix("torch.")
+    name = _ALIASES.get(name, name)
+    if name in _PLANNED:
+        raise NotImplementedError(f"{what}={value!r} does not exist yet: use 'param', 'bf16' or 'fp32'.")
+    if name != "param" and name not in _DTYPES:
+        raise ValueError(f"{what}={value!r}: must be 'param', 'fp32', 'bf16', 'fp16', a torch.dtype or a dict of these.")
+    return name
+
+
+def normal_state_dtype(what: str, value: Any, states: Iterable[str]) -> str:
+    """The one-string form that is kept in groups, e.g. ``"bf16"`` or ``"exp_avg:bf16,exp_avg_sq:fp32"``.
+
+    A string survives every way of checkpointing; the same form is accepted from users.
+    """
+    if isinstance(value, str) and ":" in value:
+        value = dict(item.split(":", 1) for item in value.replace(" ", "").split(","))
+    if not isinstance(value, Mapping):
+        return _dtype_name(what, value)
+    known = list(states)
+    for key in value:
+        if key not in known:
+            raise ValueError(f"{what} names the state {key!r}: this optimizer's states are {', '.join(known)}.")
+    return ",".join(f"{key}:{_dtype_name(f'{what}[{key!r}]', item)}" for key, item in value.items())
+
+
+def state_dtype_of(normal: str, state: str, squared: bool, param_dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which one state of a parameter is stored; ``normal`` as from :func:`normal_state_dtype`."""
+    if ":" in normal:
+        normal = dict(item.split(":") for item in normal.split(",")).get(state, "param")
+    if normal != "param":
+        return _DTYPES[normal]
+    return torch.bfloat16 if squared and param_dtype == torch.float16 else param_dtype
+
+
+COMMON_CHECKS: dict[str, Check] = {
+    "lr": check_nonnegative,
+    "maximize": check_flag,
+    "capturable": check_flag,
+    "differentiable": check_flag,
+    "stochastic_rounding": check_flag,
+    "weight_residual": _check_residual,
+    "seed": _check_seed,
+    "backend": _check_backend,
+}
+
+
+def reject_unknown(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """TypeError for a keyword that does not exist, with the nearest ones that do."""
+    names = list(known)
+    for key in given:
+        if key not in names:
+            near = get_close_matches(key, names, n=3, cutoff=0.5)
+            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else f" Known: {', '.join(sorted(names))}."
+            raise TypeError(f"{owner} got an unexpected keyword argument {key!r}.{hint}")

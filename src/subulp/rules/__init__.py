@@ -1,0 +1,1 @@
+"""The algorithms, one file each: the equations, the formula, the class."""

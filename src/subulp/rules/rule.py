@@ -1,0 +1,33 @@
+"""What a backend needs to know of an elementwise update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class State:
+    """A state tensor of the parameter's shape."""
+
+    name: str
+    squared: bool = False
+    """Holds squares of gradients: needs fp32's exponent range, which fp16 has not."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An elementwise update ``formula(p, *reads, *states, *scalars) -> (p, *states)``.
+
+    The formula is one plain function over ``+ - *``, comparisons and the names in ``subulp.numerics.ops``. Every backend
+    compiles this very function between a generic load to fp32 and a generic store. ``reads`` are tensors that are only
+    read (a gradient). The written tensors, the target first, take noise slots 0, 1, 2, ...
+    """
+
+    formula: Callable[..., Any]
+    states: tuple[State, ...] = ()
+    reads: int = 1
+    scalars: int = 0
+    keeps_nonfinite: bool = True
+    """An Inf or NaN already in the target stays as it is, to the bit (decay would make Inf - Inf)."""

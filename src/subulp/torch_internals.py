@@ -1,0 +1,36 @@
+"""Every use of torch that torch does not promise to keep; tests/test_torch_internals.py fails when one of them changes."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor
+
+
+def dtensor_class() -> Any:
+    """``DTensor`` if the process has loaded it, else None: importing it costs a second that most scripts never need."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return getattr(module, "DTensor", None)
+
+
+def is_dtensor(t: Tensor) -> bool:
+    """Whether ``t`` is a sharded tensor."""
+    cls = dtensor_class()
+    return cls is not None and isinstance(t, cls)
+
+
+def local_tensor(t: Tensor) -> Tensor:
+    """This process's part of a sharded tensor; any other tensor itself."""
+    return t.to_local() if is_dtensor(t) else t  # type: ignore[attr-defined, no-any-return]
+
+
+def global_block(t: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The global shape, and the offset in it of this process's block."""
+    if not is_dtensor(t):
+        return tuple(t.shape), (0,) * t.dim()
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sharded: Any = t
+    _, offset = compute_local_shape_and_global_offset(sharded.shape, sharded.device_mesh, sharded.placements)
+    return tuple(sharded.shape), tuple(offset)
