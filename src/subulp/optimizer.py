@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
 from typing import Any, ClassVar, overload
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from subulp.backends import registry
-from subulp.backends.job import Job
+from subulp.backends.bucket import make_buckets
+from subulp.backends.eager import record_update
+from subulp.backends.registry import advance
+from subulp.checkpoint import pack, unpack
+from subulp.checks import check_grad, check_param, check_state, is_plain
 from subulp.numerics.noise import stream_of_name
-from subulp.numerics.views import flat_views
 from subulp.options import (
     COMMON_CHECKS,
     DEFAULTS,
@@ -21,19 +27,8 @@ from subulp.options import (
     state_dtype_of,
 )
 from subulp.rules.rule import Rule, State
-from subulp.torch_internals import is_dtensor
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-
-PARAM_DTYPES = (
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-)
-
 
 class Optimizer(torch.optim.Optimizer):
     """Base of every subulp optimizer.
@@ -88,7 +83,7 @@ class Optimizer(torch.optim.Optimizer):
             raise type(error)(f"{error}{where}") from None
         for p in group.get("params", ()):
             if p.requires_grad:
-                _check_param(p, where)
+                check_param(p, where)
 
     # State
 
@@ -100,13 +95,16 @@ class Optimizer(torch.optim.Optimizer):
                     self._state_of(p, group)
 
     def _state_of(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        state = self.state[p]
+        state: dict[str, Any] = self.state[p]
         if "step" not in state:
             device = p.device if group["capturable"] else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
         for spec in self.rule(group).states:
             if spec.name not in state:
                 state[spec.name] = torch.zeros_like(p, dtype=_storage_dtype(p, spec, group))
+            elif state[spec.name].device != p.device:
+                # Trainers that offload layers move parameters between steps.
+                state[spec.name] = state[spec.name].to(p.device)
         if "stream" not in state:
             state["stream"] = self._stream(p)
         return state
@@ -126,6 +124,25 @@ class Optimizer(torch.optim.Optimizer):
                 seen.add(stream)
                 position += 1
         raise ValueError("The parameter is in none of this optimizer's groups: add it with add_param_group().")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what :meth:`state_dict` returned, here or in ``torch.optim``; every state keeps its bits.
+
+        A state that is stored here in fewer bits than there (a torch checkpoint with fp32 moments) is rounded to nearest.
+        Options that the checkpoint's groups lack are kept.
+
+        Raises:
+            ValueError: the checkpoint belongs to another model or holds an invalid value. The optimizer is as before.
+        """
+        handle = self.register_load_state_dict_pre_hook(pack)  # the last one: after the user's
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        unpack(self, _storage_dtype)
 
     # Steps
 
@@ -168,112 +185,74 @@ class Optimizer(torch.optim.Optimizer):
     """Read by trainers before they call :meth:`step_parameter` in backward hooks."""
 
     def _update(self, work: Sequence[tuple[int | None, dict[str, Any], Sequence[Tensor]]]) -> None:
-        for i, group, params in work:
-            where = "" if i is None else f" (param group {i})"
-            self._check(group, where)
-            for p in params:
-                if p.grad is not None:
-                    _check_param(p, where)
-                    _check_grad(p, group, where)
-                    self._check_state(p, group, where)
-        for _, group, params in work:
-            active = [p for p in params if p.grad is not None]
-            if active:
-                self._update_group(group, active)
+        checked = [self._checked(*item) for item in work]
+        for group, params, grads, simple in checked:
+            if params:
+                self._update_group(group, params, grads, simple)
 
-    def _update_group(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
-        rule = self.rule(group)
-        buckets: dict[Any, list[Job]] = {}
-        scalars: dict[float, tuple[float, ...]] = {}
+    def _checked(
+        self, number: int | None, group: dict[str, Any], params: Sequence[Tensor]
+    ) -> tuple[dict[str, Any], list[Tensor], list[Tensor], list[bool]]:
+        """The parameters that have a gradient, the gradients, and which of them need no care; raises if one is invalid."""
+        where = "" if number is None else f" (param group {number})"
+        self._check(group, where)
+        active, grads, simple = [], [], []
+        names = [spec.name for spec in self.rule(group).states]
         for p in params:
-            state = self._state_of(p, group)
-            state["step"] += 1
-            step = float(state["step"])
-            if step not in scalars:
-                scalars[step] = self.scalars(group, step)
-            written = [p, *(self._state_tensor(state, spec.name, p) for spec in rule.states)]
-            if group["differentiable"]:
-                _record_update(rule, written, p.grad, scalars[step], group["maximize"])
+            grad = p.grad
+            if grad is None:
                 continue
-            views = flat_views(written, [p.grad])  # type: ignore[list-item]
-            if views.written[0].numel() == 0:
-                continue
-            key = (p.device, *(t.dtype for t in (*views.written, *views.reads)))
-            buckets.setdefault(key, []).append(Job(views, state["stream"], int(step), scalars[step]))
-        for key, jobs in buckets.items():
-            registry.choose(group["backend"], key[0], key[1:]).run(
+            state = self.state.get(p) or {}
+            companions = [grad, *(state[name] for name in names if name in state)]
+            plain = is_plain(p, companions) and not group["differentiable"]
+            if not plain:
+                check_param(p, where)
+                check_grad(p, grad, group["differentiable"], where)
+                check_state(p, {name: state[name] for name in names if name in state}, where)
+            active.append(p)
+            grads.append(grad)
+            simple.append(plain)
+        return group, active, grads, simple
+
+    def _update_group(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], simple: list[bool]
+    ) -> None:
+        rule = self.rule(group)
+        if any("step" not in self.state[p] for p in params) and float(group["lr"]) == 0:
+            # torch.distributed.checkpoint makes state by a step with lr=0 and zero gradients, and does not undo the count;
+            # counted, it would weaken the bias correction of every later step.
+            counts = [bool(self.state[p]) or bool(grad.any()) for p, grad in zip(params, grads, strict=True)]
+            for p in params:
+                self._state_of(p, group)
+            params, grads, simple = (list(compress(items, counts)) for items in (params, grads, simple))
+            if not params:
+                return
+        states = [self._state_of(p, group) for p in params]
+        steps, scalars, rows = self._advance(group, [state["step"] for state in states])
+        columns = [params, *([state[spec.name] for state in states] for spec in rule.states)]
+        if group["differentiable"]:
+            for i, grad in enumerate(grads):
+                record_update(rule, [column[i] for column in columns], grad, scalars[rows[i]].tolist(), group["maximize"])
+            return
+        streams = [state["stream"] for state in states]
+        for bucket in make_buckets(columns, [grads], simple, streams, steps, scalars, rows):
+            registry.choose(group["backend"], bucket.device, bucket.dtypes).run(
                 rule,
-                jobs,
+                bucket,
                 seed=group["seed"],
                 stochastic=group["stochastic_rounding"],
-                grad_factor=-1.0 if group["maximize"] else 1.0,
+                read_factor=-1.0 if group["maximize"] else 1.0,
             )
 
-    def _state_tensor(self, state: dict[str, Any], name: str, p: Tensor) -> Tensor:
-        """The state tensor, on the parameter's device: trainers that offload layers move parameters between steps."""
-        t: Tensor = state[name]
-        if t.device != p.device:
-            state[name] = t = t.to(p.device)
-        return t
-
-    def _check_state(self, p: Tensor, group: dict[str, Any], where: str) -> None:
-        state = self.state.get(p)
-        if not state:
-            return
-        for spec in self.rule(group).states:
-            t = state.get(spec.name)
-            if t is not None and (not isinstance(t, Tensor) or t.shape != p.shape):
-                found = tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__
-                raise ValueError(
-                    f"state {spec.name!r} is {found} but its parameter has shape {tuple(p.shape)}{where}: "
-                    "load the checkpoint that belongs to this model, or delete the state."
-                )
+    def _advance(
+        self, group: dict[str, Any], counters: list[Tensor]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+        """Counts the step: the new value of each counter, the scalars of each distinct value, the row of each counter."""
+        steps = advance(counters)
+        distinct, rows = np.unique(steps, return_inverse=True)
+        scalars = np.array([self.scalars(group, float(step)) for step in distinct], dtype=np.float64)
+        return steps, scalars.reshape(len(distinct), -1), rows.astype(np.int64)
 
 
 def _storage_dtype(p: Tensor, spec: State, group: dict[str, Any]) -> torch.dtype:
     return p.dtype if p.is_complex() else state_dtype_of(group["state_dtype"], spec.name, spec.squared, p.dtype)
-
-
-def _check_param(p: Tensor, where: str) -> None:
-    if p.dtype not in PARAM_DTYPES:
-        raise TypeError(
-            f"A parameter of shape {tuple(p.shape)} is {p.dtype}{where}: subulp trains bfloat16, float16, float32, float64 "
-            "and complex parameters. Keep it in bfloat16, or freeze it with requires_grad_(False)."
-        )
-
-
-def _check_grad(p: Tensor, group: dict[str, Any], where: str) -> None:
-    grad = p.grad
-    assert_shape = f"The gradient of a parameter of shape {tuple(p.shape)}"
-    if grad is None:
-        return
-    if grad.layout != torch.strided:
-        raise RuntimeError(
-            f"{assert_shape} is sparse ({grad.layout}){where}: sparse gradients are not supported; use sparse=False in the "
-            "embedding, or torch.optim.SparseAdam for it."
-        )
-    if grad.shape != p.shape:
-        raise ValueError(f"{assert_shape} has shape {tuple(grad.shape)}{where}: they must be equal.")
-    if grad.device != p.device:
-        raise RuntimeError(
-            f"{assert_shape} is on {grad.device}, the parameter on {p.device}{where}: move one to the other's device."
-        )
-    if grad.is_complex() != p.is_complex():
-        raise TypeError(f"{assert_shape} is {grad.dtype}, the parameter {p.dtype}{where}: both or neither must be complex.")
-    if is_dtensor(grad) != is_dtensor(p):
-        raise TypeError(f"{assert_shape} is a {type(grad).__name__}, the parameter a {type(p).__name__}{where}: shard both.")
-    if group["differentiable"] and (p.dtype in (torch.bfloat16, torch.float16) or is_dtensor(p)):
-        raise ValueError(f"differentiable=True with a {p.dtype} parameter{where}: rounding has no gradient; use float32.")
-
-
-def _record_update(
-    rule: Rule, written: Sequence[Tensor], grad: Tensor | None, scalars: tuple[float, ...], maximize: bool
-) -> None:
-    """The update as autograd sees it: the formula on the tensors themselves."""
-    if grad is None:
-        return
-    with torch.enable_grad():
-        old = [torch.view_as_real(t) if t.is_complex() else t for t in (*written, -grad if maximize else grad)]
-        target, *states, g = old
-        for t, value in zip(old, rule.formula(target, g, *states, *scalars), strict=False):
-            t.copy_(value)

@@ -1,21 +1,82 @@
-"""Which backend serves a bucket of tensors: an explicit request that cannot be met raises, "auto" picks and can tell why."""
+"""Which backend serves a bucket: an explicit request that cannot be met raises; "auto" picks the fastest and can tell why."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import importlib
+import warnings
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from subulp.backends import eager
 
+INSTALL_NUMBA = "pip install 'subulp[cpu]'"
 
-class Backend(Protocol):
-    """A module or object that can run a rule over a bucket of jobs."""
-
-    def run(self, rule: Any, jobs: Any, *, seed: int, stochastic: bool, grad_factor: float = ...) -> None:
-        """Updates every job's tensors in place."""
+_TABLE_DTYPES = {torch.bfloat16, torch.float16, torch.float32}
 
 
-def choose(name: str, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> Backend:
-    """The backend for a bucket."""
-    return eager
+def choose(name: str, device: torch.device, dtypes: Sequence[torch.dtype]) -> Any:
+    """The backend module that serves tensors of this device and these dtypes.
+
+    Raises:
+        RuntimeError: the named backend cannot serve them; the message says why and what can be done.
+    """
+    return _choose(name, device.type, tuple(dtypes))[0]
+
+
+def explain(name: str, device: torch.device, dtypes: Sequence[torch.dtype]) -> tuple[str, str]:
+    """The name of the chosen backend, and why it was chosen."""
+    backend, reason = _choose(name, device.type, tuple(dtypes))
+    return backend.NAME, reason
+
+
+@lru_cache(maxsize=256)
+def _choose(name: str, device_type: str, dtypes: tuple[torch.dtype, ...]) -> tuple[Any, str]:
+    if name == "eager":
+        return eager, "it was asked for"
+    if name == "numba" or (name == "auto" and device_type == "cpu"):
+        obstacle = _numba_obstacle(device_type, dtypes)
+        if obstacle is None:
+            reason = "it was asked for" if name == "numba" else "fastest for CPU tensors"
+            return importlib.import_module("subulp.backends.numba_cpu"), reason
+    elif name == "triton":
+        obstacle = "the Triton backend does not exist yet; use backend='auto'"
+    else:
+        obstacle = f"no kernels for {device_type} tensors yet"
+    if name != "auto":
+        raise RuntimeError(f"backend={name!r} cannot serve these tensors: {obstacle}.")
+    if obstacle.startswith("numba is not installed"):
+        _tell_once(f"subulp runs on its slow reference backend, with the same bits: {obstacle}.")
+    return eager, obstacle
+
+
+def _numba_obstacle(device_type: str, dtypes: tuple[torch.dtype, ...]) -> str | None:
+    if device_type != "cpu":
+        return f"it serves CPU tensors, these are on {device_type}; use backend='auto'"
+    if not set(dtypes) <= _TABLE_DTYPES:
+        other = ", ".join(sorted({str(d) for d in dtypes if d not in _TABLE_DTYPES}))
+        return f"it has no kernels for {other}; use backend='auto'"
+    if find_spec("numba") is None:
+        return f"numba is not installed; {INSTALL_NUMBA}"
+    return None
+
+
+@lru_cache(maxsize=None)
+def _tell_once(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=2)
+
+
+def advance(counters: Sequence[Tensor]) -> npt.NDArray[np.int64]:
+    """Adds one to each step counter (0-d tensors) and returns the new values."""
+    if len(counters) > 1 and find_spec("numba") and all(t.is_cpu and t.dtype == torch.float32 for t in counters):
+        result: npt.NDArray[np.int64] = importlib.import_module("subulp.backends.numba_cpu").advance(counters)
+        return result
+    for counter in counters:
+        counter += 1
+    return np.array([int(counter) for counter in counters], dtype=np.int64)

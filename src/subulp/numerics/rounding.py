@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from subulp.backends import registry
-from subulp.backends.job import Job
+from subulp.backends.bucket import single
 from subulp.numerics.formats import FORMATS
 from subulp.numerics.ops import div
 from subulp.numerics.views import flat_views
+from subulp.options import as_real
 from subulp.rules.rule import Rule
 
 
@@ -36,7 +37,7 @@ def _lerp(p, end, weight):  # type: ignore[no-untyped-def]
     return (p + weight * (end - p),)
 
 
-COPY = Rule(_copy, keeps_nonfinite=False)
+COPY = Rule(_copy, keeps_nonfinite=False, raw=True)
 ADD = Rule(_add, scalars=1, keeps_nonfinite=False)
 ADDCDIV = Rule(_addcdiv, reads=2, scalars=1, keeps_nonfinite=False)
 LERP = Rule(_lerp, scalars=1, keeps_nonfinite=False)
@@ -91,7 +92,7 @@ def add_stochastic_(
 
     Arguments and errors as :func:`round_stochastic`.
     """
-    return _run(ADD, input, [_operand(other, input)], (alpha,), seed, stream, step, offset)
+    return _run(ADD, input, [_operand(other, input)], (as_real("alpha", alpha),), seed, stream, step, offset)
 
 
 def addcdiv_stochastic_(
@@ -109,7 +110,7 @@ def addcdiv_stochastic_(
 
     Arguments and errors as :func:`round_stochastic`.
     """
-    return _run(ADDCDIV, input, [tensor1, tensor2], (value,), seed, stream, step, offset)
+    return _run(ADDCDIV, input, [tensor1, tensor2], (as_real("value", value),), seed, stream, step, offset)
 
 
 def lerp_stochastic_(
@@ -120,7 +121,7 @@ def lerp_stochastic_(
     A moving average with decay 0.9999 is ``lerp_stochastic_(ema, value, 1e-4, ...)``. Arguments and errors as
     :func:`round_stochastic`.
     """
-    return _run(LERP, input, [end], (weight,), seed, stream, step, offset)
+    return _run(LERP, input, [end], (as_real("weight", weight),), seed, stream, step, offset)
 
 
 def _run(
@@ -140,12 +141,11 @@ def _run(
             raise ValueError(f"{name}={value!r}: must be in [0, 2**{bits}).")
     _check_dtypes(rule, target, reads)
     with torch.no_grad():
-        reads = [t.detach().to(target.device).expand_as(target) for t in reads]
+        reads = [_like(t.detach(), target) for t in reads]
         views = flat_views([target.detach()], reads, offset)
         if views.written[0].numel() > 0:
-            job = Job(views, stream, step, scalars)
-            dtypes = tuple(t.dtype for t in (*views.written, *views.reads))
-            registry.choose("auto", target.device, dtypes).run(rule, [job], seed=seed, stochastic=True)
+            bucket = single(views, stream, step, scalars)
+            registry.choose("auto", bucket.device, bucket.dtypes).run(rule, bucket, seed=seed, stochastic=True)
     return target
 
 
@@ -160,7 +160,20 @@ def _check_dtypes(rule: Rule, target: Tensor, reads: list[Tensor]) -> None:
 
 
 def _operand(other: Tensor | float, like: Tensor) -> Tensor:
-    return other if isinstance(other, Tensor) else torch.tensor(float(other), device=like.device)
+    if isinstance(other, Tensor):
+        return other
+    dtype = like.dtype if like.is_complex() else torch.float32
+    return torch.tensor(as_real("other", other), dtype=dtype, device=like.device)
+
+
+def _like(t: Tensor, target: Tensor) -> Tensor:
+    """The tensor broadcast to the target's shape, on its device."""
+    try:
+        return t.to(target.device).expand_as(target)
+    except RuntimeError:
+        raise ValueError(
+            f"A tensor of shape {tuple(t.shape)} does not broadcast to the target's {tuple(target.shape)}."
+        ) from None
 
 
 def _names(dtypes: object) -> str:

@@ -31,3 +31,5 @@ class Rule:
     scalars: int = 0
     keeps_nonfinite: bool = True
     """An Inf or NaN already in the target stays as it is, to the bit (decay would make Inf - Inf)."""
+    raw: bool = False
+    """Stored values may come straight from a read tensor, so that a signalling NaN may reach the store."""

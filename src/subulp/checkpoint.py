@@ -1,0 +1,95 @@
+"""Loading state without losing a bit.
+
+``torch.optim.Optimizer.load_state_dict`` casts every state tensor but "step" to the parameter's dtype: fp32 states under
+bf16 parameters lose 16 bits, integers are rounded. It hands through what it does not know, so the tensors travel in boxes
+which are opened afterwards under our own policy: each state gets the dtype in which the optimizer stores it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subulp.checks import check_state
+from subulp.rules.rule import Rule
+
+StateDict = dict[str, Any]
+
+
+class _Box:
+    """A tensor that torch's cast does not see."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def pack(optimizer: Any, state_dict: StateDict) -> StateDict:
+    """The state dict with boxed tensors, and with the options that its groups lack taken from the optimizer's own.
+
+    Raises ValueError if a hyper-parameter or the shape of a state is wrong; the optimizer is untouched then.
+    """
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise ValueError(f"The state dict has no {key!r}: pass what optimizer.state_dict() returned.")
+    groups = [dict(group) for group in state_dict["param_groups"]]
+    for number, (group, own) in enumerate(zip(groups, optimizer.param_groups, strict=False)):
+        for key, value in own.items():
+            if key in optimizer.defaults:
+                group.setdefault(key, value)
+        optimizer._check({k: v for k, v in group.items() if k != "params"}, f" (param group {number} of the checkpoint)")
+    pairs = dict(_pairs(groups, optimizer.param_groups))
+    state: dict[Any, Any] = {}
+    for key, entry in state_dict["state"].items():
+        if key in pairs and isinstance(entry, dict):
+            p, group = pairs[key]
+            names = [spec.name for spec in optimizer.rule(group).states]
+            check_state(p, {n: entry[n] for n in names if n in entry}, f", parameter {key} of the checkpoint")
+            _check_step(entry, key)
+            entry = {k: _Box(v) if isinstance(v, Tensor) else v for k, v in entry.items()}
+        state[key] = entry
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def unpack(optimizer: Any, storage_dtype: Callable[..., torch.dtype]) -> None:
+    """Opens the boxes in ``optimizer.state``; brings groups and counters of other versions to today's form."""
+    for group in optimizer.param_groups:
+        for key, value in optimizer.defaults.items():
+            group.setdefault(key, value)
+        rule: Rule = optimizer.rule(group)
+        specs = {spec.name: spec for spec in rule.states}
+        for p in group["params"]:
+            entry = optimizer.state.get(p)
+            if not entry:
+                continue
+            counter_device = p.device if group["capturable"] else torch.device("cpu")
+            for name, value in list(entry.items()):
+                if name == "step":
+                    value = value.tensor if isinstance(value, _Box) else value
+                    if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.dim() != 0:
+                        value = torch.tensor(float(value), dtype=torch.float32)
+                    # A copy: the caller's state dict must not count along.
+                    entry[name] = value.to(counter_device, copy=True)
+                elif isinstance(value, _Box):
+                    dtype = storage_dtype(p, specs[name], group) if name in specs else value.tensor.dtype
+                    entry[name] = value.tensor.to(device=p.device, dtype=dtype, copy=True)
+                elif name == "stream":
+                    entry[name] = int(value)
+
+
+def _pairs(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> Iterator[tuple[Any, tuple[Tensor, dict[str, Any]]]]:
+    """(key in the checkpoint, (parameter, checkpoint group)), by position, as torch maps them."""
+    for group, own_group in zip(saved, own, strict=False):
+        for key, p in zip(group["params"], own_group["params"], strict=False):
+            yield key, (p, group)
+
+
+def _check_step(entry: dict[str, Any], key: Any) -> None:
+    step = entry.get("step", 0)
+    number = float(step) if not isinstance(step, Tensor) or step.numel() == 1 else -1.0
+    if not 0 <= number < 1 << 32:
+        raise ValueError(f"step={step!r} of parameter {key} of the checkpoint: must be one number in [0, 2**32).")

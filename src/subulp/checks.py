@@ -1,0 +1,84 @@
+"""What is checked of a parameter, its gradient and its state before a step changes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from subulp.torch_internals import is_dtensor
+
+PARAM_DTYPES = (
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+)
+_REAL = frozenset(PARAM_DTYPES[:4])
+
+
+def is_plain(p: Tensor, companions: Sequence[Tensor]) -> bool:
+    """Whether a parameter and its companions are contiguous real tensors of one size on one device.
+
+    Such a parameter passes every check below and can be updated without views. Kept short: it runs for every parameter
+    at every step.
+    """
+    if type(p) not in (Parameter, Tensor) or p.dtype not in _REAL or not p.is_contiguous():
+        return False
+    size, device = p.numel(), p.device
+    for t in companions:
+        if (
+            type(t) is not Tensor
+            or t.layout != torch.strided
+            or t.dtype not in _REAL
+            or t.numel() != size
+            or t.device != device
+            or not t.is_contiguous()
+        ):
+            return False
+    return True
+
+
+def check_param(p: Tensor, where: str) -> None:
+    """TypeError for a dtype that is not trained."""
+    if p.dtype not in PARAM_DTYPES:
+        raise TypeError(
+            f"A parameter of shape {tuple(p.shape)} is {p.dtype}{where}: subulp trains bfloat16, float16, float32, "
+            "float64 and complex parameters. Keep it in bfloat16, or freeze it with requires_grad_(False)."
+        )
+
+
+def check_grad(p: Tensor, grad: Tensor, differentiable: bool, where: str) -> None:
+    """Raises for a gradient that does not fit its parameter."""
+    what = f"The gradient of a parameter of shape {tuple(p.shape)}"
+    if grad.layout != torch.strided:
+        raise RuntimeError(
+            f"{what} is sparse ({grad.layout}){where}: sparse gradients are not supported; use sparse=False in the "
+            "embedding, or torch.optim.SparseAdam for it."
+        )
+    if grad.shape != p.shape:
+        raise ValueError(f"{what} has shape {tuple(grad.shape)}{where}: they must be equal.")
+    if grad.device != p.device:
+        raise RuntimeError(f"{what} is on {grad.device}, the parameter on {p.device}{where}: move one to the other.")
+    if grad.dtype not in PARAM_DTYPES or grad.is_complex() != p.is_complex():
+        raise TypeError(f"{what} is {grad.dtype}, the parameter {p.dtype}{where}: cast the gradient.")
+    if is_dtensor(grad) != is_dtensor(p):
+        raise TypeError(f"{what} is a {type(grad).__name__}, the parameter a {type(p).__name__}{where}: shard both.")
+    if differentiable and (p.dtype in (torch.bfloat16, torch.float16) or is_dtensor(p)):
+        raise ValueError(f"differentiable=True with a {p.dtype} parameter{where}: rounding has no gradient; use float32.")
+
+
+def check_state(p: Tensor, states: Mapping[str, Any], where: str) -> None:
+    """ValueError for a state tensor that does not fit its parameter."""
+    for name, t in states.items():
+        if not isinstance(t, Tensor) or t.shape != p.shape:
+            found = f"of shape {tuple(t.shape)}" if isinstance(t, Tensor) else f"a {type(t).__name__}"
+            raise ValueError(
+                f"The state {name!r} of a parameter of shape {tuple(p.shape)} is {found}{where}: load the checkpoint "
+                "that belongs to this model, or delete the parameter's state."
+            )
