@@ -80,12 +80,13 @@ def test_weight_decay_alone_follows_its_closed_form():
     """OneTrainer #996: 0.7 (1 - 1e-5)**n. SR errors are independent over elements: the mean has the sampled error."""
     n, steps = 4096, 20_000
     p = Parameter(torch.full((n,), 0.7, dtype=torch.bfloat16))
-    start = float(p.detach()[0])
+    weights = p.detach()
+    start = float(weights[0])
     opt = subulp.AdamW([p], lr=1e-3, weight_decay=0.01)
     p.grad = torch.zeros_like(p)
     for _ in range(steps):
         opt.step()
-    mean, error = float(p.double().mean()), float(p.double().std()) / math.sqrt(n)
+    mean, error = float(weights.double().mean()), float(weights.double().std()) / math.sqrt(n)
     assert abs(mean - start * (1 - 1e-5) ** steps) < 4 * error
     nearest = Parameter(torch.full((n,), 0.7, dtype=torch.bfloat16))
     opt = subulp.AdamW([nearest], lr=1e-3, weight_decay=0.01, stochastic_rounding=False)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from subulp.numerics.layout import Layout
-from subulp.numerics.views import Views
+from subulp.numerics.views import Views, flat_views
 
 
 @dataclass

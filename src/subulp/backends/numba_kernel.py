@@ -89,9 +89,10 @@ def _tuple_of(count: int, item: Any) -> Any:
     return row
 
 
-def _philox_keys(seed, stream, step, word, high):  # type: ignore[no-untyped-def]
+def _philox(seed, stream, step, block):  # type: ignore[no-untyped-def]
+    """``subulp.numerics.noise.philox4x32`` of one block of keys."""
     c0, c1, c2 = u64(step & i64(0xFFFFFFFF)), u64(stream & i64(0xFFFFFFFF)), u64(stream >> i64(32))
-    c3 = u64(u64(word >> 1) | u64(u64(high) << u64(8))) & u64(0xFFFFFFFF)
+    c3 = u64(block) & u64(0xFFFFFFFF)
     k0, k1 = u64(seed & u64(0xFFFFFFFF)), u64(seed >> u64(32))
     for _ in range(PHILOX_ROUNDS):
         p0, p1 = u64(u64(PHILOX_M0) * c0), u64(u64(PHILOX_M1) * c2)
@@ -103,25 +104,27 @@ def _philox_keys(seed, stream, step, word, high):  # type: ignore[no-untyped-def
         )
         k0 = u64(k0 + u64(PHILOX_W0)) & u64(0xFFFFFFFF)
         k1 = u64(k1 + u64(PHILOX_W1)) & u64(0xFFFFFFFF)
-    if word & 1:
-        return u32(c2), u32(c3)
-    return u32(c0), u32(c1)
+    return u32(c0), u32(c1), u32(c2), u32(c3)
 
 
-def _segment(addresses, position, count, index, stride, scalars, factor, seed, stream, step):  # type: ignore[no-untyped-def]
+def _segment(addresses, position, count, index, stride, scalars, factor, seed, stream, step, scratch):  # type: ignore[no-untyped-def]
     """Updates ``count`` elements from storage ``position``; their global indices are ``index + j * stride``.
 
     All of them share ``index >> 32``.
     """
-    keys_array = np.zeros((1, 2 * WRITTEN), dtype=np.uint32)
     if STOCHASTIC:
+        last = i64(-1)
+        r0 = r1 = r2 = r3 = u32(0)
         for slot in range(WRITTEN):
             word = WORDS[slot]
             high = index >> i64(32) if word >= 128 else index >> i64(33)
-            k0, k1 = philox_keys(seed, stream, step, word, high)
-            keys_array[0, 2 * slot] = k0
-            keys_array[0, 2 * slot + 1] = k1
-    keys = keys_of(keys_array, i64(0))
+            block = i64(word >> 1) | (high << i64(8))
+            if block != last:
+                r0, r1, r2, r3 = philox(seed, stream, step, block)
+                last = block
+            scratch[0, 2 * slot] = r2 if word & 1 else r0
+            scratch[0, 2 * slot + 1] = r3 if word & 1 else r1
+    keys = keys_of(scratch, i64(0))
     done = i64(0)
     if PAIRED and stride == 1:
         if index & i64(1) and count > 0:
@@ -146,39 +149,36 @@ def _update_one(addresses, position, index, scalars, factor, keys):  # type: ign
     store_one(addresses, position, new, old[0], index, keys)
 
 
-def _make_kernel(cache_key):  # type: ignore[no-untyped-def]
-    def kernel(pointers, layouts, chunks, counter, scalar_rows, rows, streams, steps, seed, factor):  # type: ignore[no-untyped-def]
-        """Takes chunks until none is left.
+def _kernel(pointers, layouts, chunks, counter, scalar_rows, rows, streams, steps, seed, factor):  # type: ignore[no-untyped-def]
+    """Takes chunks until none is left.
 
-        Shapes: ``pointers`` (tensors, columns); ``layouts`` (tensors, 1 + 2 * dims): base, sizes, strides, innermost last;
-        ``chunks`` (chunks, 3): tensor, start, stop; ``scalar_rows`` (rows, scalars); the others one entry a tensor.
-        """
-        cache_key  # noqa: B018  numba's cache index hashes closure cells, but not globals
-        dims = (layouts.shape[1] - 1) >> 1
-        while True:
-            c = take_next(counter)
-            if c >= chunks.shape[0]:
-                break
-            t, position, stop = chunks[c, 0], chunks[c, 1], chunks[c, 2]
-            addresses = pointers_of(pointers, t)
-            scalars = scalars_of(scalar_rows, rows[t])
-            inner, stride = layouts[t, dims], layouts[t, 2 * dims]
-            while position < stop:
-                rest = position // inner
-                column = position - rest * inner
-                index = layouts[t, 0] + column * stride
-                for d in range(dims - 2, -1, -1):
-                    size = layouts[t, 1 + d]
-                    outer = rest // size
-                    index += (rest - outer * size) * layouts[t, 1 + dims + d]
-                    rest = outer
-                count = min(inner - column, stop - position)
-                left = ((((index >> i64(32)) + i64(1)) << i64(32)) - index + stride - i64(1)) // max(stride, i64(1))
-                count = min(count, left)
-                segment(addresses, position, count, index, stride, scalars, factor, seed, streams[t], steps[t])
-                position += count
-
-    return kernel
+    Shapes: ``pointers`` (tensors, columns); ``layouts`` (tensors, 1 + 2 * dims): base, sizes, strides, innermost last;
+    ``chunks`` (chunks, 3): tensor, start, stop; ``scalar_rows`` (rows, scalars); the others one entry a tensor.
+    """
+    dims = (layouts.shape[1] - 1) >> 1
+    scratch = np.zeros((1, 2 * WRITTEN), dtype=np.uint32)
+    while True:
+        c = take_next(counter)
+        if c >= chunks.shape[0]:
+            break
+        t, position, stop = chunks[c, 0], chunks[c, 1], chunks[c, 2]
+        addresses = pointers_of(pointers, t)
+        scalars = scalars_of(scalar_rows, rows[t])
+        inner, stride = layouts[t, dims], layouts[t, 2 * dims]
+        while position < stop:
+            rest = position // inner
+            column = position - rest * inner
+            index = layouts[t, 0] + column * stride
+            for d in range(dims - 2, -1, -1):
+                size = layouts[t, 1 + d]
+                outer = rest // size
+                index += (rest - outer * size) * layouts[t, 1 + dims + d]
+                rest = outer
+            count = min(inner - column, stop - position)
+            left = ((((index >> i64(32)) + i64(1)) << i64(32)) - index + stride - i64(1)) // max(stride, i64(1))
+            count = min(count, left)
+            segment(addresses, position, count, index, stride, scalars, factor, seed, streams[t], steps[t], scratch)
+            position += count
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -305,8 +305,13 @@ def _formula_key(function: Callable[..., Any]) -> Any:
     return code.co_code, code.co_consts, code.co_names, helpers
 
 
-def _jit(function: Callable[..., Any], signature: Any) -> Any:
-    """Compiles now, through the cache on disk where there is a writable place for it."""
+def _jit(function: Callable[..., Any], signature: Any, key: int) -> Any:
+    """Compiles now, through the cache on disk where there is a writable place for it.
+
+    The key is part of the name of the cache files. Numba numbers the files of one function without a lock, so that two
+    processes which compile different specialisations at once could each end up with the other's.
+    """
+    function.__qualname__ = f"{function.__name__}_{key:x}"
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     try:
         return njit(signature, cache=True, **options)(function)
@@ -335,16 +340,16 @@ def kernel_for(rule: Rule, dtypes: tuple[str, ...], stochastic: bool) -> Any:
         "keys_of": _tuple_of(2 * written, types.uint32),
         "pointers_of": _tuple_of(len(dtypes), types.int64),
         "scalars_of": _tuple_of(max(rule.scalars, 1), types.float32),
-        "philox_keys": inner(_philox_keys),
+        "philox": inner(_philox),
         "take_next": _take_next,
     }
     names["update_one"] = inner(_specialise(_update_one, names))
     names["segment"] = inner(_specialise(_segment, names))
     key = _content_key(_formula_key(rule.formula), dtypes, rule.reads, rule.scalars, stochastic, rule.raw, rule.keeps_nonfinite)
-    return _jit(_specialise(_make_kernel(key), names), SIGNATURE)
+    return _jit(_specialise(_kernel, names), SIGNATURE, key)
 
 
 @lru_cache(maxsize=None)
 def advance_kernel() -> Any:
     """``advance(addresses)``: adds one to the fp32 counter at each address, returns the new values as int64."""
-    return _jit(_advance, types.int64[::1](types.int64[::1]))
+    return _jit(_specialise(_advance, {}), types.int64[::1](types.int64[::1]), _content_key("advance"))

@@ -33,7 +33,7 @@ def mix(counter, k0, k1):  # type: ignore[no-untyped-def]
     x = u32(u32(x ^ (x >> u32(11))) ^ k1)
     x = u32(x * u32(MIX_C1))
     x = u32(u32(x ^ (x >> u32(15))) * u32(MIX_C2))
-    return u32(x ^ (x >> u32(14)))
+    return u32(u32(x ^ (x >> u32(14))) ^ counter)
 
 
 # Encoders: fp32 bits to the bits that are stored. The bf16 ones leave their result in the high half.

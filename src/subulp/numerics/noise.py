@@ -66,7 +66,7 @@ def keyed_mix(counter: Tensor, k0: int, k1: int) -> Tensor:
     x = x ^ _shift_right(x, 11) ^ _signed(k1)
     x = x * _signed(MIX_C1)
     x = (x ^ _shift_right(x, 15)) * _signed(MIX_C2)
-    return x ^ _shift_right(x, 14)
+    return x ^ _shift_right(x, 14) ^ counter
 
 
 def noise_word(counter: Tensor, seed: int, stream: int, step: int, word: int) -> Tensor:
