@@ -17,7 +17,9 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def make_params(shapes: Sequence[Sequence[int]] = SHAPES, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> list[Parameter]:
+def make_params(
+    shapes: Sequence[Sequence[int]] = SHAPES, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+) -> list[Parameter]:
     g = generator(seed)
     real = torch.float32 if not dtype.is_complex else dtype
     return [Parameter(torch.randn(tuple(s), generator=g, dtype=real).to(dtype)) for s in shapes]

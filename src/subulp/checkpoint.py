@@ -41,7 +41,9 @@ def pack(optimizer: Any, state_dict: StateDict) -> StateDict:
         for key, value in own.items():
             if key in optimizer.defaults:
                 group.setdefault(key, value)
-        optimizer._check({k: v for k, v in group.items() if k != "params"}, f" (param group {number} of the checkpoint)")
+        optimizer._check(
+            {k: v for k, v in group.items() if k != "params"}, f" (param group {number} of the checkpoint)"
+        )
     pairs = dict(_pairs(groups, optimizer.param_groups))
     state: dict[Any, Any] = {}
     for key, entry in state_dict["state"].items():
@@ -81,7 +83,9 @@ def unpack(optimizer: Any, storage_dtype: Callable[..., torch.dtype]) -> None:
                     entry[name] = int(value)
 
 
-def _pairs(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> Iterator[tuple[Any, tuple[Tensor, dict[str, Any]]]]:
+def _pairs(
+    saved: list[dict[str, Any]], own: list[dict[str, Any]]
+) -> Iterator[tuple[Any, tuple[Tensor, dict[str, Any]]]]:
     """(key in the checkpoint, (parameter, checkpoint group)), by position, as torch maps them."""
     for group, own_group in zip(saved, own, strict=False):
         for key, p in zip(group["params"], own_group["params"], strict=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import compress
 from typing import Any, ClassVar, overload
 
@@ -14,7 +15,6 @@ from torch import Tensor
 from subulp.backends import registry
 from subulp.backends.bucket import make_buckets
 from subulp.backends.eager import record_update
-from subulp.backends.registry import advance
 from subulp.checkpoint import pack, unpack
 from subulp.checks import check_grad, check_param, check_state, is_plain
 from subulp.numerics.noise import stream_of_name
@@ -28,7 +28,10 @@ from subulp.options import (
 )
 from subulp.rules.rule import Rule, State
 
+_IMMUTABLE = frozenset((float, int, bool, str, tuple, type(None)))
+
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
 
 class Optimizer(torch.optim.Optimizer):
     """Base of every subulp optimizer.
@@ -40,12 +43,18 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     hyperparameters: ClassVar[dict[str, Check]] = {}
+    _checks: ClassVar[dict[str, Check]] = COMMON_CHECKS
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._checks = COMMON_CHECKS | cls.hyperparameters
 
     def __init__(self, params: Params, defaults: dict[str, Any], options: Any) -> None:
         reject_unknown(f"{type(self).__name__}()", options, {**defaults, **DEFAULTS})
         defaults = {**defaults, **DEFAULTS, **options}
         self._check(defaults, "")
-        super().__init__(params, defaults)  # type: ignore[arg-type]
+        self._forget_plans()
+        super().__init__(params, defaults)
 
     # What a subclass defines
 
@@ -72,7 +81,7 @@ class Optimizer(torch.optim.Optimizer):
     def _check(self, group: dict[str, Any], where: str) -> None:
         """Raises if a hyper-parameter breaks its rule; brings the options to their normal form."""
         try:
-            for key, check in (COMMON_CHECKS | self.hyperparameters).items():
+            for key, check in self._checks.items():
                 if key in group:
                     checked = check(key, group[key])
                     if checked is not group[key]:
@@ -84,6 +93,15 @@ class Optimizer(torch.optim.Optimizer):
         for p in group.get("params", ()):
             if p.requires_grad:
                 check_param(p, where)
+
+    def _recheck(self, group: dict[str, Any], where: str) -> None:
+        """:meth:`_check`, but only if a value is not the object that was checked last (or could change in place)."""
+        values = [group.get(key) for key in self._checks]
+        values.append(group.get("state_dtype"))
+        last = self._last_checked.get(id(group))
+        if last is None or not all(a is b and type(a) in _IMMUTABLE for a, b in zip(values, last, strict=True)):
+            self._check({**group, "params": ()}, where)
+            self._last_checked[id(group)] = values
 
     # State
 
@@ -143,6 +161,11 @@ class Optimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         unpack(self, _storage_dtype)
+        self._forget_plans()
+
+    def _forget_plans(self) -> None:
+        self._plans: dict[int, Any] = {}
+        self._last_checked: dict[int, list[Any]] = {}
 
     # Steps
 
@@ -185,37 +208,42 @@ class Optimizer(torch.optim.Optimizer):
     """Read by trainers before they call :meth:`step_parameter` in backward hooks."""
 
     def _update(self, work: Sequence[tuple[int | None, dict[str, Any], Sequence[Tensor]]]) -> None:
-        checked = [self._checked(*item) for item in work]
-        for group, params, grads, simple in checked:
-            if params:
-                self._update_group(group, params, grads, simple)
+        for update in [self._prepared(*item) for item in work]:
+            update()
 
-    def _checked(
-        self, number: int | None, group: dict[str, Any], params: Sequence[Tensor]
-    ) -> tuple[dict[str, Any], list[Tensor], list[Tensor], list[bool]]:
-        """The parameters that have a gradient, the gradients, and which of them need no care; raises if one is invalid."""
+    def _prepared(self, number: int | None, group: dict[str, Any], params: Sequence[Tensor]) -> Callable[[], None]:
+        """The update of a group, checked and ready to run; raises, with nothing changed, if something is invalid."""
         where = "" if number is None else f" (param group {number})"
-        self._check(group, where)
-        active, grads, simple = [], [], []
+        self._recheck(group, where)
+        grads = [p.grad for p in params]
+        if any(grad is None for grad in grads):
+            params = [p for p in params if p.grad is not None]
+        active = [grad for grad in grads if grad is not None]
+        if not active:
+            return _nothing
+        states = [self.state.get(p) or {} for p in params]
+        plan = self._plans.get(id(group) if number is not None else id(params[0]))
+        if plan is not None and plan.gather(self.rule(group), params, active, states, _choices(group)):
+            return partial(self._run_plan, group, plan)
         names = [spec.name for spec in self.rule(group).states]
-        for p in params:
-            grad = p.grad
-            if grad is None:
-                continue
-            state = self.state.get(p) or {}
-            companions = [grad, *(state[name] for name in names if name in state)]
-            plain = is_plain(p, companions) and not group["differentiable"]
+        simple = []
+        for p, grad, state in zip(params, active, states, strict=True):
+            companions = {name: state[name] for name in names if name in state}
+            plain = not group["differentiable"] and is_plain(p, [grad, *companions.values()])
             if not plain:
                 check_param(p, where)
                 check_grad(p, grad, group["differentiable"], where)
-                check_state(p, {name: state[name] for name in names if name in state}, where)
-            active.append(p)
-            grads.append(grad)
+                check_state(p, companions, where)
             simple.append(plain)
-        return group, active, grads, simple
+        return partial(self._update_group, number, group, params, active, simple)
 
     def _update_group(
-        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], simple: list[bool]
+        self,
+        number: int | None,
+        group: dict[str, Any],
+        params: Sequence[Tensor],
+        grads: list[Tensor],
+        simple: list[bool],
     ) -> None:
         rule = self.rule(group)
         if any("step" not in self.state[p] for p in params) and float(group["lr"]) == 0:
@@ -224,15 +252,25 @@ class Optimizer(torch.optim.Optimizer):
             counts = [bool(self.state[p]) or bool(grad.any()) for p, grad in zip(params, grads, strict=True)]
             for p in params:
                 self._state_of(p, group)
-            params, grads, simple = (list(compress(items, counts)) for items in (params, grads, simple))
+            params, grads = list(compress(params, counts)), list(compress(grads, counts))
+            simple = list(compress(simple, counts))
             if not params:
                 return
         states = [self._state_of(p, group) for p in params]
-        steps, scalars, rows = self._advance(group, [state["step"] for state in states])
         columns = [params, *([state[spec.name] for state in states] for spec in rule.states)]
+        if all(simple):
+            plan = registry.make_plan(rule, columns, grads, states, _choices(group))
+            if plan is not None:
+                self._plans[id(group) if number is not None else id(params[0])] = plan
+                self._run_plan(group, plan)
+                return
+        steps = registry.advance([state["step"] for state in states])
+        scalars, rows = self._scalar_rows(group, steps)
         if group["differentiable"]:
             for i, grad in enumerate(grads):
-                record_update(rule, [column[i] for column in columns], grad, scalars[rows[i]].tolist(), group["maximize"])
+                record_update(
+                    rule, [column[i] for column in columns], grad, scalars[rows[i]].tolist(), group["maximize"]
+                )
             return
         streams = [state["stream"] for state in states]
         for bucket in make_buckets(columns, [grads], simple, streams, steps, scalars, rows):
@@ -244,14 +282,28 @@ class Optimizer(torch.optim.Optimizer):
                 read_factor=-1.0 if group["maximize"] else 1.0,
             )
 
-    def _advance(
-        self, group: dict[str, Any], counters: list[Tensor]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-        """Counts the step: the new value of each counter, the scalars of each distinct value, the row of each counter."""
-        steps = advance(counters)
+    def _run_plan(self, group: dict[str, Any], plan: Any) -> None:
+        factor = -1.0 if group["maximize"] else 1.0
+        plan.step(partial(self._scalar_rows, group), group["seed"], factor)
+
+    def _scalar_rows(
+        self, group: dict[str, Any], steps: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+        """The scalars of each distinct step, shape (rows, scalars), and the row of each parameter."""
+        first = int(steps[0])
+        if (steps == first).all():
+            return np.array([self.scalars(group, float(first))]), np.zeros(len(steps), dtype=np.int64)
         distinct, rows = np.unique(steps, return_inverse=True)
-        scalars = np.array([self.scalars(group, float(step)) for step in distinct], dtype=np.float64)
-        return steps, scalars.reshape(len(distinct), -1), rows.astype(np.int64)
+        scalars = np.array([self.scalars(group, float(step)) for step in distinct])
+        return scalars, rows.astype(np.int64)
+
+
+def _nothing() -> None:
+    """The update of a group without gradients."""
+
+
+def _choices(group: dict[str, Any]) -> tuple[bool, str]:
+    return group["stochastic_rounding"], group["backend"]
 
 
 def _storage_dtype(p: Tensor, spec: State, group: dict[str, Any]) -> torch.dtype:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import TypedDict
@@ -61,7 +62,14 @@ BACKENDS = ("auto", "eager", "numba", "triton")
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_ALIASES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float64": "fp64"}
+_ALIASES = {
+    "float32": "fp32",
+    "float": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float64": "fp64",
+}
 _PLANNED = ("int8", "factored")
 
 Check = Callable[[str, Any], Any]
@@ -71,7 +79,9 @@ def as_real(what: str, value: Any) -> float:
     """The value as a float, or TypeError if it is no number."""
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_complex():
-            raise TypeError(f"{what} is a tensor of shape {tuple(value.shape)}: pass a real number or a one-element tensor.")
+            raise TypeError(
+                f"{what} is a tensor of shape {tuple(value.shape)}: pass a real number or a one-element tensor."
+            )
         return float(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{what}={value!r} is a {type(value).__name__}: pass a number, e.g. float(...) of it.")
@@ -115,12 +125,17 @@ def check_flag(what: str, value: Any) -> Any:
     return bool(value)
 
 
-def _check_seed(what: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{what}={value!r} is a {type(value).__name__}: pass an int in [0, 2**64).")
-    if not 0 <= value < 1 << 64:
-        raise ValueError(f"{what}={value!r}: must be in [0, 2**64).")
+def check_counter(what: str, value: Any, bits: int) -> int:
+    """An int in [0, 2**bits)."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{what}={value!r} is a {type(value).__name__}: pass an int in [0, 2**{bits}).")
+    if not 0 <= value < 1 << bits:
+        raise ValueError(f"{what}={value!r}: must be in [0, 2**{bits}).")
     return int(value)
+
+
+def _check_seed(what: str, value: Any) -> int:
+    return check_counter(what, value, 64)
 
 
 def _check_backend(what: str, value: Any) -> str:
@@ -143,13 +158,17 @@ def _dtype_name(what: str, value: Any) -> str:
             return _DTYPE_NAMES[value]
         raise ValueError(f"{what}={value}: states are stored as torch.float32, torch.bfloat16 or torch.float16.")
     if not isinstance(value, str):
-        raise TypeError(f"{what}={value!r} is a {type(value).__name__}: pass a name such as 'bf16', a torch.dtype or a dict.")
+        raise TypeError(
+            f"{what}={value!r} is a {type(value).__name__}: pass a name such as 'bf16', a torch.dtype or a dict."
+        )
     name = value.lower().removeprefix("torch.")
     name = _ALIASES.get(name, name)
     if name in _PLANNED:
         raise NotImplementedError(f"{what}={value!r} does not exist yet: use 'param', 'bf16' or 'fp32'.")
     if name != "param" and name not in _DTYPES:
-        raise ValueError(f"{what}={value!r}: must be 'param', 'fp32', 'bf16', 'fp16', a torch.dtype or a dict of these.")
+        raise ValueError(
+            f"{what}={value!r}: must be 'param', 'fp32', 'bf16', 'fp16', a torch.dtype or a dict of these."
+        )
     return name
 
 

@@ -238,6 +238,29 @@ print(float(p.detach().float().mean()))
     assert 0.99 < float(done.stdout) < 1.0
 
 
+@pytest.mark.slow
+def test_kernels_cached_by_two_processes_do_not_mix(tmp_path):
+    """Their symbols are numbered by process: with equal names one kernel would call the other's code and corrupt memory."""
+    script = """
+import sys, torch
+from subulp.backends import eager, numba_cpu
+from subulp.backends.bucket import single
+from subulp.numerics.views import flat_views
+from subulp.rules.adamw import PLAIN
+for name in sys.argv[1:]:
+    results = []
+    for backend in (eager, numba_cpu):
+        t = [torch.linspace(0.1, 1, 999).bfloat16() for _ in range(4)]
+        t[1] = t[1].to(getattr(torch, name))
+        backend.run(PLAIN, single(flat_views(t[:3], t[3:]), 1, 2, (0.1,) * 7), seed=3, stochastic=True)
+        results.append(t)
+    assert all(torch.equal(a, b) for a, b in zip(*results)), name
+"""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    for names in (["bfloat16"], ["float32"], ["float16"], ["bfloat16", "float32", "float16"]):
+        subprocess.run([sys.executable, "-c", script, *names], check=True, env=environment)
+
+
 def test_choice_is_visible_and_impossible_requests_are_explained():
     cpu = torch.device("cpu")
     assert registry.explain("auto", cpu, (B, B))[0] == "numba"

@@ -75,7 +75,9 @@ def test_wide_formats_round_up_with_the_right_probability(fmt):
     grid = every_value(fmt).float()
     grid = grid[torch.isfinite(grid) & (grid >= 0)].unique()
     generator = torch.Generator().manual_seed(0)
-    for low, high in [(float(grid[i]), float(grid[i + 1])) for i in torch.randperm(len(grid) - 1, generator=generator)[:200]]:
+    for low, high in [
+        (float(grid[i]), float(grid[i + 1])) for i in torch.randperm(len(grid) - 1, generator=generator)[:200]
+    ]:
         fraction = float(torch.rand((), generator=generator)) + 2**-8
         x = torch.tensor(low + (high - low) * min(fraction, 0.999))
         f = (float(x) - low) / (high - low) * 2**32

@@ -1,5 +1,7 @@
 """The noise function: known answers, test vectors, counters beyond 32 bits, names."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -107,3 +109,26 @@ def test_stream_names():
     assert stream_of_name("encoder.module.weight") != stream_of_name("encoder.weight")
     assert stream_of_name("module") == stream_of_name("module")
     assert 0 <= stream_of_name("") < 2**63
+
+
+def test_vectors_of_the_specification():
+    """Every row of the two tables in docs/noise.md."""
+    page = (Path(__file__).parents[2] / "docs" / "noise.md").read_text()
+    tables: dict[str, list[list[int]]] = {"high": [], "index": []}
+    header = ""
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        if len(cells) != 7:
+            header = ""
+        elif cells[0] == "seed":
+            header = cells[4]
+        elif header in tables and not cells[0].startswith("-"):
+            tables[header].append([int(cell, 0) for cell in cells])
+    assert len(tables["high"]) == 4
+    assert len(tables["index"]) == 9
+    for *key, k0, k1 in tables["high"]:
+        assert word_keys(*key) == (k0, k1)
+    for seed, stream, step, slot, index, narrow, wide in tables["index"]:
+        position = torch.tensor([index])
+        assert int(narrow_draw(position, seed, stream, step, slot)) == narrow
+        assert int(wide_draw(position, seed, stream, step, slot)) == wide

@@ -7,7 +7,7 @@ threads take from a shared counter; the bits do not depend on who takes which.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from subulp.backends.bucket import Bucket
 from subulp.backends.numba_kernel import advance_kernel, kernel_for
+from subulp.numerics.layout import Layout
 from subulp.rules.rule import Rule
 
 NAME = "numba"
@@ -38,55 +39,101 @@ def _forget_pool() -> None:
     _pool = None
 
 
-os.register_at_fork(after_in_child=_forget_pool)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_pool)
+
+
+class Launch:
+    """What of a bucket stays the same from step to step: the kernel, and the tables that depend on shapes alone."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        dtypes: Sequence[torch.dtype],
+        stochastic: bool,
+        sizes: Iterable[int],
+        layouts: Sequence[Layout | None],
+        streams: Sequence[int],
+    ) -> None:
+        self.kernel = kernel_for(rule, tuple(_FORMAT[d] for d in dtypes), stochastic)
+        self.width = rule.scalars
+        counts = np.fromiter(sizes, np.int64, len(streams))
+        self.elements = int(counts.sum())
+        self.chunks = _chunk_table(counts)
+        self.layouts = _layout_table(layouts, counts)
+        self.streams = np.array(streams, dtype=np.int64)
+
+    def __call__(
+        self,
+        pointers: npt.NDArray[np.int64],
+        scalars: npt.NDArray[np.float64],
+        rows: npt.NDArray[np.int64],
+        steps: npt.NDArray[np.int64],
+        seed: int,
+        factor: float,
+    ) -> None:
+        """Runs the update. ``pointers`` has shape (tensors, columns); the others are as in a bucket."""
+        narrow = np.zeros((len(scalars), max(self.width, 1)), dtype=np.float32)
+        narrow[:, : self.width] = scalars
+        counter = np.zeros(1, dtype=np.int64)
+        arguments: tuple[Any, ...] = (
+            pointers,
+            self.layouts,
+            self.chunks,
+            counter,
+            narrow,
+            rows,
+            self.streams,
+            steps,
+            np.uint64(seed),
+            np.float32(factor),
+        )
+        threads = min(torch.get_num_threads(), -(-self.elements // ELEMENTS_PER_THREAD), len(self.chunks))
+        helpers = [_threads().submit(self.kernel, *arguments) for _ in range(threads - 1)]
+        self.kernel(*arguments)
+        for helper in helpers:
+            helper.result()
 
 
 def run(rule: Rule, bucket: Bucket, *, seed: int, stochastic: bool, read_factor: float = 1.0) -> None:
     """Updates the bucket's written tensors in place. The first read tensor is multiplied by ``read_factor``."""
-    kernel = kernel_for(rule, tuple(_FORMAT[d] for d in bucket.dtypes), stochastic)
     columns = (*bucket.written, *bucket.reads)
-    count = len(columns[0])
-    pointers = np.empty((count, len(columns)), dtype=np.int64)
-    for c, column in enumerate(columns):
-        pointers[:, c] = addresses(column)
-    sizes = np.fromiter(map(Tensor.numel, columns[0]), np.int64, count)
-    scalars = np.zeros((len(bucket.scalars), max(rule.scalars, 1)), dtype=np.float32)
-    scalars[:, : rule.scalars] = bucket.scalars
-    arguments = (
-        pointers,
-        _layout_table(bucket, sizes),
-        _chunks(sizes),
-        np.zeros(1, dtype=np.int64),
-        scalars,
-        bucket.rows,
-        np.fromiter(bucket.streams, np.int64, count),
-        bucket.steps,
-        np.uint64(seed),
-        np.float32(read_factor),
-    )
-    _run_on_threads(kernel, arguments, int(sizes.sum()))
+    sizes = map(Tensor.numel, columns[0])
+    launch = Launch(rule, bucket.dtypes, stochastic, sizes, bucket.layouts, bucket.streams)
+    launch(pointer_table(columns), bucket.scalars, bucket.rows, bucket.steps, seed, read_factor)
     for views in bucket.views:
         views.finish()
 
 
-def addresses(tensors: Sequence[Tensor]) -> npt.NDArray[np.int64]:
-    """The data pointers of some tensors."""
-    return np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors))
+def pointer_table(columns: Sequence[Sequence[Tensor]]) -> npt.NDArray[np.int64]:
+    """Data pointers, shape (tensors, columns)."""
+    table = np.empty((len(columns[0]), len(columns)), dtype=np.int64)
+    for c, column in enumerate(columns):
+        table[:, c] = np.fromiter(map(Tensor.data_ptr, column), np.int64, len(column))
+    return table
 
 
-def advance(steps: Sequence[Tensor]) -> npt.NDArray[np.int64]:
-    """Adds one to each step counter (0-d fp32 tensors in CPU memory) and returns the new values."""
-    result: npt.NDArray[np.int64] = advance_kernel()(addresses(steps))
+def advance(pointers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Adds one to the step counters (0-d fp32 in CPU memory) at these addresses and returns the new values."""
+    result: npt.NDArray[np.int64] = advance_kernel()(pointers)
     return result
 
 
-def _layout_table(bucket: Bucket, sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    dims = max((len(layout.sizes) for layout in bucket.layouts if layout is not None), default=1)
+def _threads() -> ThreadPoolExecutor:
+    global _pool
+    if _pool is None:
+        _pool = ThreadPoolExecutor(max(32, os.cpu_count() or 1), thread_name_prefix="subulp")
+    return _pool
+
+
+def _layout_table(layouts: Sequence[Layout | None], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Rows of base, sizes, strides; the innermost dimension last, outer ones padded with size 1."""
+    dims = max((len(layout.sizes) for layout in layouts if layout is not None), default=1)
     table = np.zeros((len(sizes), 1 + 2 * dims), dtype=np.int64)
     table[:, 1:dims] = 1
     table[:, dims] = sizes
     table[:, 2 * dims] = 1
-    for i, layout in enumerate(bucket.layouts):
+    for i, layout in enumerate(layouts):
         if layout is not None:
             d = len(layout.sizes)
             table[i, 0] = layout.base
@@ -96,24 +143,10 @@ def _layout_table(bucket: Bucket, sizes: npt.NDArray[np.int64]) -> npt.NDArray[n
     return table
 
 
-def _chunks(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """(tensor, start, stop) of every chunk."""
+def _chunk_table(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Rows of (tensor, start, stop)."""
     per_tensor = -(-sizes // CHUNK)
     tensor = np.repeat(np.arange(len(sizes)), per_tensor)
     first = np.cumsum(per_tensor) - per_tensor
     start = (np.arange(len(tensor)) - first[tensor]) * CHUNK
     return np.stack([tensor, start, np.minimum(start + CHUNK, sizes[tensor])], axis=1)
-
-
-def _run_on_threads(kernel: Any, arguments: tuple[Any, ...], elements: int) -> None:
-    threads = min(torch.get_num_threads(), -(-elements // ELEMENTS_PER_THREAD))
-    if threads <= 1:
-        kernel(*arguments)
-        return
-    global _pool
-    if _pool is None:
-        _pool = ThreadPoolExecutor(max(32, os.cpu_count() or 1), thread_name_prefix="subulp")
-    helpers = [_pool.submit(kernel, *arguments) for _ in range(threads - 1)]
-    kernel(*arguments)
-    for helper in helpers:
-        helper.result()

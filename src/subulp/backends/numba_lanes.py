@@ -87,9 +87,7 @@ class Lanes:
         keeps_nonfinite: whether a non-finite target value stays as it is.
     """
 
-    def __init__(
-        self, dtypes: Sequence[str], written: int, stochastic: bool, raw: bool, keeps_nonfinite: bool
-    ) -> None:
+    def __init__(self, dtypes: Sequence[str], written: int, stochastic: bool, raw: bool, keeps_nonfinite: bool) -> None:
         self.dtypes = tuple(dtypes)
         self.written = written
         self.stochastic = stochastic

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from subulp.backends import eager
+from subulp.rules.rule import Rule
 
 INSTALL_NUMBA = "pip install 'subulp[cpu]'"
 
@@ -67,16 +68,30 @@ def _numba_obstacle(device_type: str, dtypes: tuple[torch.dtype, ...]) -> str | 
     return None
 
 
-@lru_cache(maxsize=None)
+@cache
 def _tell_once(message: str) -> None:
     warnings.warn(message, UserWarning, stacklevel=2)
 
 
+def make_plan(
+    rule: Rule,
+    columns: Sequence[Sequence[Tensor]],
+    grads: Sequence[Tensor],
+    states: Sequence[Mapping[str, Any]],
+    choices: tuple[bool, str],
+) -> Any:
+    """A reusable plan for simple parameters, or None where the backends of their buckets offer none."""
+    kinds = {(tensors[0].device, *(t.dtype for t in tensors)) for tensors in zip(*columns, grads, strict=True)}
+    if {explain(choices[1], device, dtypes)[0] for device, *dtypes in kinds} != {"numba"}:
+        return None
+    if any(state["step"].dtype != torch.float32 or not state["step"].is_cpu for state in states):
+        return None
+    plans = importlib.import_module("subulp.backends.numba_plan")
+    return plans.Plan(rule, columns[0], grads, states, choices)
+
+
 def advance(counters: Sequence[Tensor]) -> npt.NDArray[np.int64]:
     """Adds one to each step counter (0-d tensors) and returns the new values."""
-    if len(counters) > 1 and find_spec("numba") and all(t.is_cpu and t.dtype == torch.float32 for t in counters):
-        result: npt.NDArray[np.int64] = importlib.import_module("subulp.backends.numba_cpu").advance(counters)
-        return result
     for counter in counters:
         counter += 1
     return np.array([int(counter) for counter in counters], dtype=np.int64)

@@ -7,8 +7,6 @@ step, offset + row-major index)``: the same on every device and for every memory
 
 from __future__ import annotations
 
-import numbers
-
 import torch
 from torch import Tensor
 
@@ -17,7 +15,7 @@ from subulp.backends.bucket import single
 from subulp.numerics.formats import FORMATS
 from subulp.numerics.ops import div
 from subulp.numerics.views import flat_views
-from subulp.options import as_real
+from subulp.options import as_real, check_counter
 from subulp.rules.rule import Rule
 
 
@@ -135,10 +133,7 @@ def _run(
     offset: int,
 ) -> Tensor:
     for name, value, bits in (("seed", seed, 64), ("stream", stream, 63), ("step", step, 32), ("offset", offset, 55)):
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise TypeError(f"{name}={value!r} is a {type(value).__name__}: pass an int in [0, 2**{bits}).")
-        if not 0 <= value < 1 << bits:
-            raise ValueError(f"{name}={value!r}: must be in [0, 2**{bits}).")
+        check_counter(name, value, bits)
     _check_dtypes(rule, target, reads)
     with torch.no_grad():
         reads = [_like(t.detach(), target) for t in reads]
@@ -152,7 +147,9 @@ def _run(
 def _check_dtypes(rule: Rule, target: Tensor, reads: list[Tensor]) -> None:
     for t in (target, *reads):
         if t.dtype not in _FLOATS and not t.is_complex():
-            raise TypeError(f"A tensor is {t.dtype}: stochastic rounding works on {_names(_FLOATS)} and complex tensors.")
+            raise TypeError(
+                f"A tensor is {t.dtype}: stochastic rounding works on {_names(_FLOATS)} and complex tensors."
+            )
     if any(t.is_complex() != target.is_complex() for t in reads):
         raise TypeError("Real and complex tensors are mixed: use torch.view_as_real on the complex ones.")
     if target.is_complex() and rule is ADDCDIV:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from typing_extensions import Unpack
@@ -12,21 +13,23 @@ from subulp.options import Options, check_betas, check_nonnegative
 from subulp.rules.rule import Rule, State
 
 
+def moments(g, m, v, one_minus_beta1, beta2, one_minus_beta2):  # type: ignore[no-untyped-def]
+    return m + one_minus_beta1 * (g - m), beta2 * v + one_minus_beta2 * (g * g)
+
+
+def descend(p, m, v, decay, eps, step_size, rsqrt_bias2):  # type: ignore[no-untyped-def]
+    return p - (decay * p + step_size * div(m, sqrt(v) * rsqrt_bias2 + eps))
+
+
 def adamw(p, g, m, v, decay, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, rsqrt_bias2):  # type: ignore[no-untyped-def]
-    m = m + one_minus_beta1 * (g - m)
-    v = beta2 * v + one_minus_beta2 * (g * g)
-    denominator = sqrt(v) * rsqrt_bias2 + eps
-    p = p - (decay * p + step_size * div(m, denominator))
-    return p, m, v
+    m, v = moments(g, m, v, one_minus_beta1, beta2, one_minus_beta2)
+    return descend(p, m, v, decay, eps, step_size, rsqrt_bias2), m, v
 
 
 def adamw_amsgrad(p, g, m, v, v_max, decay, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, rsqrt_bias2):  # type: ignore[no-untyped-def]
-    m = m + one_minus_beta1 * (g - m)
-    v = beta2 * v + one_minus_beta2 * (g * g)
+    m, v = moments(g, m, v, one_minus_beta1, beta2, one_minus_beta2)
     v_max = maximum(v_max, v)
-    denominator = sqrt(v_max) * rsqrt_bias2 + eps
-    p = p - (decay * p + step_size * div(m, denominator))
-    return p, m, v, v_max
+    return descend(p, m, v_max, decay, eps, step_size, rsqrt_bias2), m, v, v_max
 
 
 MOMENTS = (State("exp_avg"), State("exp_avg_sq", squared=True))
@@ -71,19 +74,25 @@ class AdamW(Optimizer):
     et al., ICLR 2018. Stochastic rounding of the moments: OneTrainer issue #1005; decay inside the sum: issue #996.
     """
 
-    hyperparameters: ClassVar[dict[str, Any]] = {"betas": check_betas, "eps": check_nonnegative, "weight_decay": check_nonnegative}
+    hyperparameters: ClassVar[dict[str, Any]] = {
+        "betas": check_betas,
+        "eps": check_nonnegative,
+        "weight_decay": check_nonnegative,
+    }
 
     def __init__(
         self,
         params: Params,
         lr: float | Any = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: Sequence[float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}, options)
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}, options
+        )
 
     def rule(self, group: dict[str, Any]) -> Rule:
         return AMSGRAD if group["amsgrad"] else PLAIN
