@@ -22,7 +22,7 @@ def is_dtensor(t: Tensor) -> bool:
 
 def local_tensor(t: Tensor) -> Tensor:
     """This process's part of a sharded tensor; any other tensor itself."""
-    return t.to_local() if is_dtensor(t) else t  # type: ignore[attr-defined, no-any-return]
+    return t.to_local() if is_dtensor(t) else t  # type: ignore[attr-defined]
 
 
 def global_block(t: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -156,7 +156,7 @@ def _helper(x: Any, y: Any) -> Any:
     return where(x > y, absolute(x), -y)
 
 
-def _named(p, g, s, a):  # type: ignore[no-untyped-def]
+def _named(p, g, s, a):
     s = maximum(s, _helper(g, p))
     return p - a * sign(g) * sqrt(absolute(div(g, s))), s
 

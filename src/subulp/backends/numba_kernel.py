@@ -51,7 +51,7 @@ def _sign(x):  # type: ignore[no-untyped-def]
     return f32(1) if x > f32(0) else (f32(-1) if x < f32(0) else x)
 
 
-BINDINGS = {
+BINDINGS: dict[Any, Any] = {
     ops.div: _div,
     ops.sqrt: _sqrt,
     ops.absolute: _absolute,
@@ -61,7 +61,7 @@ BINDINGS = {
 }
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _take_next(typing_context: Any, counter: Any) -> Any:
     """Atomically adds one to ``counter[0]`` and returns the old value."""
 
@@ -73,7 +73,7 @@ def _take_next(typing_context: Any, counter: Any) -> Any:
 
 
 def _tuple_of(count: int, item: Any) -> Any:
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def row(typing_context: Any, array: Any, i: Any) -> Any:
         """Row i of a 2-d C-contiguous array, as a tuple."""
         result = types.UniTuple(item, count)
@@ -89,7 +89,7 @@ def _tuple_of(count: int, item: Any) -> Any:
     return row
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _bump(typing_context: Any, address: Any) -> Any:
     """Adds one to the fp32 at ``address``; returns the new value."""
 
@@ -105,7 +105,7 @@ def _bump(typing_context: Any, address: Any) -> Any:
 def _advance(pointers):  # type: ignore[no-untyped-def]
     result = np.empty(pointers.shape[0], dtype=np.int64)
     for i in range(pointers.shape[0]):
-        result[i] = i64(_bump(pointers[i]))
+        result[i] = i64(_bump(pointers[i]))  # type: ignore[call-arg]
     return result
 
 
@@ -127,7 +127,7 @@ def _offset(dtypes: tuple[str, ...]) -> Any:
     count = len(dtypes)
     tuple_type = types.UniTuple(types.int64, count)
 
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def offset(typing_context: Any, addresses: Any, position: Any) -> Any:
         """The addresses of element ``position``."""
 
@@ -147,7 +147,7 @@ def _arguments(written: int, reads: int, scalars: int) -> Any:
     count = written + reads + scalars
     result = types.UniTuple(types.float32, count)
 
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def arguments(typing_context: Any, values: Any, scalar_values: Any, factor: Any) -> Any:
         """The formula's arguments: target, reads (the first times ``factor``), states, scalars."""
 

@@ -115,7 +115,7 @@ class Lanes:
             tuples = [context.make_tuple(builder, values, [col[h] for col in columns]) for h in range(len(halves))]
             return context.make_tuple(builder, result, tuples)
 
-        @intrinsic  # type: ignore[untyped-decorator]
+        @intrinsic
         def load(typing_context: Any, addresses: Any, index: Any) -> Any:
             return result(types.UniTuple(types.int64, count), types.int64), emit
 
@@ -161,7 +161,7 @@ class Lanes:
                 self._store_pair_array(context, builder, addresses, c, index, values, draws)
             return context.get_dummy_value()
 
-        @intrinsic  # type: ignore[untyped-decorator]
+        @intrinsic
         def store(
             typing_context: Any,
             addresses: Any,
@@ -204,7 +204,7 @@ class Lanes:
                 self._store_one_array(context, builder, addresses, c, position, value, draw)
             return context.get_dummy_value()
 
-        @intrinsic  # type: ignore[untyped-decorator]
+        @intrinsic
         def store(
             typing_context: Any, addresses: Any, position: Any, values: Any, old: Any, index: Any, keys: Any
         ) -> Any:

@@ -1,0 +1,1 @@
+"""Experiments and checks behind the ``subulp`` command, one module a command."""
