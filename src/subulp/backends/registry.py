@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
@@ -18,6 +19,7 @@ from subulp.backends import eager
 from subulp.rules.rule import Rule
 
 INSTALL_NUMBA = "pip install 'subulp[cpu]'"
+INSTALL_TRITON = "pip install triton (on Windows: triton-windows)"
 
 _TABLE_DTYPES = {torch.bfloat16, torch.float16, torch.float32}
 
@@ -41,18 +43,16 @@ def explain(name: str, device: torch.device, dtypes: Sequence[torch.dtype]) -> t
 def _choose(name: str, device_type: str, dtypes: tuple[torch.dtype, ...]) -> tuple[Any, str]:
     if name == "eager":
         return eager, "it was asked for"
-    if name == "numba" or (name == "auto" and device_type == "cpu"):
-        obstacle = _numba_obstacle(device_type, dtypes)
-        if obstacle is None:
-            reason = "it was asked for" if name == "numba" else "fastest for CPU tensors"
-            return importlib.import_module("subulp.backends.numba_cpu"), reason
-    elif name == "triton":
-        obstacle = "the Triton backend does not exist yet; use backend='auto'"
-    else:
-        obstacle = f"no kernels for {device_type} tensors yet"
+    candidate = name if name != "auto" else _FASTEST.get(device_type)
+    if candidate is None:
+        return eager, f"there are no kernels for {device_type} tensors"
+    obstacle = _OBSTACLES[candidate](device_type, dtypes)
+    if obstacle is None:
+        reason = "it was asked for" if name != "auto" else f"fastest for {device_type} tensors"
+        return importlib.import_module(_MODULES[candidate]), reason
     if name != "auto":
         raise RuntimeError(f"backend={name!r} cannot serve these tensors: {obstacle}.")
-    if obstacle.startswith("numba is not installed"):
+    if "not installed" in obstacle:
         _tell_once(f"subulp runs on its slow reference backend, with the same bits: {obstacle}.")
     return eager, obstacle
 
@@ -60,12 +60,32 @@ def _choose(name: str, device_type: str, dtypes: tuple[torch.dtype, ...]) -> tup
 def _numba_obstacle(device_type: str, dtypes: tuple[torch.dtype, ...]) -> str | None:
     if device_type != "cpu":
         return f"it serves CPU tensors, these are on {device_type}; use backend='auto'"
-    if not set(dtypes) <= _TABLE_DTYPES:
-        other = ", ".join(sorted({str(d) for d in dtypes if d not in _TABLE_DTYPES}))
-        return f"it has no kernels for {other}; use backend='auto'"
     if find_spec("numba") is None:
         return f"numba is not installed; {INSTALL_NUMBA}"
-    return None
+    return _dtype_obstacle(dtypes)
+
+
+def _triton_obstacle(device_type: str, dtypes: tuple[torch.dtype, ...]) -> str | None:
+    if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return (
+            "it serves GPU tensors, these are on the CPU, where only Triton's interpreter runs it; use backend='auto', or "
+            "set TRITON_INTERPRET=1 before Python starts to try it"
+        )
+    if device_type not in ("cpu", "cuda", "xpu"):  # ROCm calls its devices cuda
+        return f"it serves CUDA, ROCm and XPU tensors, these are on {device_type}; use backend='auto'"
+    if find_spec("triton") is None:
+        return f"triton is not installed; {INSTALL_TRITON}"
+    return _dtype_obstacle(dtypes)
+
+
+def _dtype_obstacle(dtypes: tuple[torch.dtype, ...]) -> str | None:
+    other = ", ".join(sorted({str(d) for d in dtypes if d not in _TABLE_DTYPES}))
+    return f"it has no kernels for {other}; use backend='auto'" if other else None
+
+
+_OBSTACLES = {"numba": _numba_obstacle, "triton": _triton_obstacle}
+_MODULES = {"numba": "subulp.backends.numba_cpu", "triton": "subulp.backends.triton_gpu"}
+_FASTEST = {"cpu": "numba", "cuda": "triton", "xpu": "triton"}
 
 
 @cache

@@ -125,6 +125,8 @@ def _cures(backends: list[dict[str, str]], outcomes: list[Outcome]) -> list[str]
     cures = []
     if any(registry.INSTALL_NUMBA in row["reason"] for row in backends):
         cures.append(f"CPU tensors use the slow reference backend, with the same bits: {registry.INSTALL_NUMBA}")
+    if any(registry.INSTALL_TRITON in row["reason"] for row in backends):
+        cures.append(f"GPU tensors use the slow reference backend, with the same bits: {registry.INSTALL_TRITON}")
     for outcome in outcomes:
         if outcome.error is not None:
             cures.append(
