@@ -14,7 +14,9 @@ from torch import Tensor
 
 from subulp.backends import registry
 from subulp.backends.bucket import make_buckets
+from subulp.backends.device_steps import advance_on_device, fill_on_device
 from subulp.backends.eager import record_update
+from subulp.backends.report import BucketReport, report_group
 from subulp.checkpoint import pack, unpack
 from subulp.checks import check_grad, check_param, check_state, is_plain
 from subulp.numerics.noise import stream_of_name
@@ -27,6 +29,7 @@ from subulp.options import (
     state_dtype_of,
 )
 from subulp.rules.rule import Rule, State
+from subulp.torch_internals import opaque_to_compile
 
 _IMMUTABLE = frozenset((float, int, bool, str, tuple, type(None)))
 
@@ -62,8 +65,12 @@ class Optimizer(torch.optim.Optimizer):
         """The elementwise update of this group."""
         raise NotImplementedError
 
-    def scalars(self, group: dict[str, Any], step: float) -> tuple[float, ...]:
-        """The rule's scalar arguments at ``step`` (1 for the first update)."""
+    def scalars(self, group: dict[str, Any], step: Any) -> tuple[Any, ...]:
+        """The rule's scalar arguments at ``step`` (1 for the first update).
+
+        ``step`` and ``group["lr"]`` are floats or, with ``capturable``, fp64 tensors on the device: use arithmetic that
+        serves both (``**`` instead of ``math.sqrt``), and convert neither.
+        """
         raise NotImplementedError
 
     # Groups
@@ -167,12 +174,26 @@ class Optimizer(torch.optim.Optimizer):
         self._plans: dict[int, Any] = {}
         self._last_checked: dict[int, list[Any]] = {}
 
+    def backend_report(self) -> list[BucketReport]:
+        """Which backend serves which tensors, and why: one entry for each launch of a step. Print the entries."""
+        reports = []
+        for number, group in enumerate(self.param_groups):
+            specs = self.rule(group).states
+            params = [p for p in group["params"] if p.requires_grad]
+            dtypes = []
+            for p in params:
+                state = self.state.get(p, {})
+                dtypes.append([state[s.name].dtype if s.name in state else _storage_dtype(p, s, group) for s in specs])
+            reports += report_group(number, group["backend"], params, dtypes)
+        return reports
+
     # Steps
 
     @overload
     def step(self, closure: None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
+    @opaque_to_compile
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One update of every parameter that has a gradient.
 
@@ -187,6 +208,7 @@ class Optimizer(torch.optim.Optimizer):
             self._update([(i, group, group["params"]) for i, group in enumerate(self.param_groups)])
         return loss
 
+    @opaque_to_compile
     def step_parameter(self, p: Tensor, group: dict[str, Any], i: int | None = None) -> None:
         """Updates one parameter of ``group``, with the bits that :meth:`step` would give it.
 
@@ -264,38 +286,93 @@ class Optimizer(torch.optim.Optimizer):
                 self._plans[id(group) if number is not None else id(params[0])] = plan
                 self._run_plan(group, plan)
                 return
-        steps = registry.advance([state["step"] for state in states])
-        scalars, rows = self._scalar_rows(group, steps)
+        counters = [state["step"] for state in states]
         if group["differentiable"]:
+            if self._overflowed():
+                return
+            scalars, rows = self._scalar_rows(group, registry.advance(counters))
+            grads = [grad * self._read_factor({**group, "maximize": False}) for grad in grads]
             for i, grad in enumerate(grads):
                 record_update(
                     rule, [column[i] for column in columns], grad, scalars[rows[i]].tolist(), group["maximize"]
                 )
             return
-        streams = [state["stream"] for state in states]
-        for bucket in make_buckets(columns, [grads], simple, streams, steps, scalars, rows):
-            registry.choose(group["backend"], bucket.device, bucket.dtypes).run(
+        buckets = make_buckets(columns, [grads], simple, [state["stream"] for state in states])
+        backends = [registry.choose(group["backend"], bucket.device, bucket.dtypes) for bucket in buckets]
+        if group["capturable"] and all(backend.READS_DEVICE_STEPS for backend in backends):
+            advance_on_device(counters, self._from_scaler("found_inf"))
+            for bucket in buckets:
+                fill_on_device(bucket, counters, group, self.scalars)
+        elif self._overflowed():
+            return
+        else:
+            steps = registry.advance(counters)
+            for bucket in buckets:
+                bucket.fill(steps, *self._scalar_rows(group, steps))
+        for bucket, backend in zip(buckets, backends, strict=True):
+            on_device = isinstance(bucket.steps, Tensor)
+            backend.run(
                 rule,
                 bucket,
                 seed=group["seed"],
                 stochastic=group["stochastic_rounding"],
-                read_factor=-1.0 if group["maximize"] else 1.0,
+                read_factor=_sign(group) if on_device else self._read_factor(group),
+                **(self._amp_tensors(bucket.device) if on_device else {}),
             )
 
     def _run_plan(self, group: dict[str, Any], plan: Any) -> None:
-        factor = -1.0 if group["maximize"] else 1.0
-        plan.step(partial(self._scalar_rows, group), group["seed"], factor)
+        if not self._overflowed():
+            plan.step(partial(self._scalar_rows, group), group["seed"], self._read_factor(group))
+
+    # Mixed precision
+
+    @property
+    def amp_scaling(self) -> bool:
+        """Whether ``torch.amp.GradScaler`` leaves unscaling and skipping to the step (default False).
+
+        Then ``scaler.step(opt)`` sets ``opt.grad_scale`` and ``opt.found_inf`` and always calls the step, which divides the
+        gradients by the scale in fp32 and changes nothing, counters and noise included, if one is not finite. With
+        ``capturable=True`` on a GPU the host does not wait for either. Off by default because Lightning refuses gradient
+        clipping for such optimizers.
+        """
+        return bool(getattr(self, "_step_supports_amp_scaling", False))
+
+    @amp_scaling.setter
+    def amp_scaling(self, value: bool) -> None:
+        self._step_supports_amp_scaling = value
+
+    def _from_scaler(self, name: str) -> Tensor | None:
+        """``grad_scale`` or ``found_inf``: attributes that the scaler sets before a step and deletes after it."""
+        return getattr(self, name, None)
+
+    def _overflowed(self) -> bool:
+        found_inf = self._from_scaler("found_inf")
+        return found_inf is not None and bool(found_inf)
+
+    def _read_factor(self, group: dict[str, Any]) -> float:
+        scale = self._from_scaler("grad_scale")
+        return _sign(group) * (1.0 if scale is None else float(1 / np.float32(scale.item())))
+
+    def _amp_tensors(self, device: torch.device) -> dict[str, Tensor]:
+        given = {name: self._from_scaler(name) for name in ("grad_scale", "found_inf")}
+        return {name: t.to(device, torch.float32, non_blocking=True) for name, t in given.items() if t is not None}
 
     def _scalar_rows(
         self, group: dict[str, Any], steps: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
         """The scalars of each distinct step, shape (rows, scalars), and the row of each parameter."""
+        if isinstance(group["lr"], Tensor):
+            group = {**group, "lr": group["lr"].item()}
         first = int(steps[0])
         if (steps == first).all():
             return np.array([self.scalars(group, float(first))]), np.zeros(len(steps), dtype=np.int64)
         distinct, rows = np.unique(steps, return_inverse=True)
         scalars = np.array([self.scalars(group, float(step)) for step in distinct])
         return scalars, rows.astype(np.int64)
+
+
+def _sign(group: dict[str, Any]) -> float:
+    return -1.0 if group["maximize"] else 1.0
 
 
 def _nothing() -> None:

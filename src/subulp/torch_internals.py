@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torch import Tensor
+from torch._compile import _disable_dynamo
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def dtensor_class() -> Any:
@@ -34,3 +38,8 @@ def global_block(t: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     sharded: Any = t
     _, offset = compute_local_shape_and_global_offset(sharded.shape, sharded.device_mesh, sharded.placements)
     return tuple(sharded.shape), tuple(offset)
+
+
+def opaque_to_compile(function: _F) -> _F:
+    """The function as one opaque call under ``torch.compile``; unlike ``torch.compiler.disable`` loads no compiler now."""
+    return _disable_dynamo(function)  # type: ignore[return-value]

@@ -27,13 +27,20 @@ class Bucket:
     layouts: list[Layout | None]
     """None: contiguous and whole, the storage position is the global index."""
     streams: Sequence[int]
-    steps: npt.NDArray[np.int64]
-    scalars: npt.NDArray[np.float64]
-    """One row for each distinct set of scalars, shape (rows, rule.scalars)."""
-    rows: npt.NDArray[np.int64]
-    """The row of each parameter."""
+    steps: Any = None
+    """The step of each parameter, int64: an array, or a tensor on the device if the backend can read it there."""
+    scalars: Any = None
+    """One row for each distinct set of scalars, fp64, shape (rows, rule.scalars); an array or tensor, as ``steps``."""
+    rows: Any = None
+    """The row of each parameter, int64."""
     views: list[Views] = field(default_factory=list)
     """Views whose working copies are to be copied back after the update."""
+    members: Sequence[int] = ()
+    """Which of the caller's parameters these are."""
+
+    def fill(self, steps: npt.NDArray[np.int64], scalars: npt.NDArray[np.float64], rows: npt.NDArray[np.int64]) -> None:
+        """Takes its members' part of the steps and rows of all the caller's parameters."""
+        self.steps, self.scalars, self.rows = steps[self.members], scalars, rows[self.members]
 
     @property
     def device(self) -> torch.device:
@@ -64,11 +71,8 @@ def make_buckets(
     reads: Sequence[Sequence[Tensor]],
     simple: Sequence[bool],
     streams: Sequence[int],
-    steps: npt.NDArray[np.int64],
-    scalars: npt.NDArray[np.float64],
-    rows: npt.NDArray[np.int64],
 ) -> list[Bucket]:
-    """The parameters, sorted into buckets of equal device and dtypes; empty ones are left out.
+    """The parameters, sorted into buckets of equal device and dtypes; empty ones are left out. Steps are yet to be filled.
 
     ``simple`` parameters (contiguous, unsharded, real, with companions alike) go in as they are, others as views.
     """
@@ -95,10 +99,8 @@ def make_buckets(
                 picked[len(written) :],
                 [layouts[i] for i in chosen],
                 [streams[i] for i in chosen],
-                steps[chosen],
-                scalars,
-                rows[chosen],
-                [views[i] for i in chosen if i in views],
+                views=[views[i] for i in chosen if i in views],
+                members=chosen,
             )
         )
     return buckets

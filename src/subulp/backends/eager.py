@@ -15,6 +15,7 @@ from subulp.numerics.layout import Layout
 from subulp.rules.rule import Rule
 
 NAME = "eager"
+READS_DEVICE_STEPS = False
 
 CHUNK = 1 << 18
 """Elements updated at a time: about 30 temporaries of 1 MiB."""

@@ -22,6 +22,7 @@ from subulp.numerics.layout import Layout
 from subulp.rules.rule import Rule
 
 NAME = "numba"
+READS_DEVICE_STEPS = False
 
 CHUNK = 1 << 16
 """Elements that a thread takes at a time."""

@@ -29,6 +29,7 @@ from subulp.backends.triton_tables import (
 from subulp.rules.rule import Rule
 
 NAME = "triton"
+READS_DEVICE_STEPS = True
 
 _FORMAT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 

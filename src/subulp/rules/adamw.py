@@ -97,8 +97,8 @@ class AdamW(Optimizer):
     def rule(self, group: dict[str, Any]) -> Rule:
         return AMSGRAD if group["amsgrad"] else PLAIN
 
-    def scalars(self, group: dict[str, Any], step: float) -> tuple[float, ...]:
-        lr = float(group["lr"])
+    def scalars(self, group: dict[str, Any], step: Any) -> tuple[Any, ...]:
+        lr = group["lr"]
         beta1, beta2 = map(float, group["betas"])
         return (
             lr * group["weight_decay"],
