@@ -13,7 +13,7 @@ from importlib import import_module
 
 import subulp
 
-COMMANDS = ("demo", "doctor")
+COMMANDS = ("demo", "doctor", "bench")
 
 
 def make_parser() -> argparse.ArgumentParser:
