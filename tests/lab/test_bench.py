@@ -59,7 +59,7 @@ class ForgetsBias(torch.optim.AdamW):
 class RoundsUp(subulp.AdamW):
     """Each weight is one of its two neighbours, but always the upper one: only the mean gives it away."""
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         before = [p.detach().double() for p in self.param_groups[0]["params"]]
         super().step(closure)
         for p, old in zip(self.param_groups[0]["params"], before, strict=True):
