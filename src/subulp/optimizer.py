@@ -364,7 +364,7 @@ class Optimizer(torch.optim.Optimizer):
         if isinstance(group["lr"], Tensor):
             group = {**group, "lr": group["lr"].item()}
         first = int(steps[0])
-        if (steps == first).all():
+        if len(steps) == 1 or (steps == first).all():
             return np.array([self.scalars(group, float(first))]), np.zeros(len(steps), dtype=np.int64)
         distinct, rows = np.unique(steps, return_inverse=True)
         scalars = np.array([self.scalars(group, float(step)) for step in distinct])
