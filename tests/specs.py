@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import subulp
+from tests.rules.came_reference import CAMEReference
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Spec:
     reference: Callable[..., torch.optim.Optimizer]
     defaults: dict[str, Any] = field(default_factory=dict)
     variants: tuple[dict[str, Any], ...] = ({},)
+    elementwise: bool = True
+    """False: sums over whole parameters come first, so no complex parameters, no capture, no differentiable mode."""
 
     @property
     def name(self) -> str:
@@ -41,4 +44,25 @@ SPECS = [
         {"lr": 1e-2, "weight_decay": 0.1},
         ({}, {"amsgrad": True}, {"betas": (0.5, 0.9), "eps": 1e-3}, {"maximize": True}, {"weight_decay": 0.0}),
     ),
+    Spec(
+        subulp.Adafactor,
+        lambda params, semantics, **options: torch.optim.Adafactor(params, **options),
+        {"lr": 1e-2, "weight_decay": 0.1, "semantics": "torch"},
+        (
+            {},
+            {"beta1": 0.9},
+            {"semantics": "transformers", "lr": None},
+            {"semantics": "transformers", "relative_step": False, "scale_parameter": False, "beta1": 0.9},
+        ),
+        elementwise=False,
+    ),
+    Spec(
+        subulp.CAME,
+        CAMEReference,
+        {"lr": 1e-2, "weight_decay": 0.1},
+        ({}, {"bias_correction": True}, {"clip_threshold": 0.3}),
+        elementwise=False,
+    ),
 ]
+
+ELEMENTWISE = [spec for spec in SPECS if spec.elementwise]

@@ -7,11 +7,15 @@ from subulp.numerics.rounding import (
     lerp_stochastic_,
     round_stochastic,
 )
+from subulp.rules.adafactor import Adafactor
 from subulp.rules.adamw import AdamW
+from subulp.rules.came import CAME
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CAME",
+    "Adafactor",
     "AdamW",
     "add_stochastic_",
     "addcdiv_stochastic_",

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from subulp.checks import check_state
-from subulp.rules.rule import Rule
 
 StateDict = dict[str, Any]
 
@@ -49,8 +48,8 @@ def pack(optimizer: Any, state_dict: StateDict) -> StateDict:
     for key, entry in state_dict["state"].items():
         if key in pairs and isinstance(entry, dict):
             p, group = pairs[key]
-            names = [spec.name for spec in optimizer.rule(group).states]
-            check_state(p, {n: entry[n] for n in names if n in entry}, f", parameter {key} of the checkpoint")
+            specs = [spec for spec in optimizer.states(group, p) if spec.name in entry]
+            check_state(p, {spec: entry[spec.name] for spec in specs}, f", parameter {key} of the checkpoint")
             _check_step(entry, key)
             entry = {k: _Box(v) if isinstance(v, Tensor) else v for k, v in entry.items()}
         state[key] = entry
@@ -62,12 +61,11 @@ def unpack(optimizer: Any, storage_dtype: Callable[..., torch.dtype]) -> None:
     for group in optimizer.param_groups:
         for key, value in optimizer.defaults.items():
             group.setdefault(key, value)
-        rule: Rule = optimizer.rule(group)
-        specs = {spec.name: spec for spec in rule.states}
         for p in group["params"]:
             entry = optimizer.state.get(p)
             if not entry:
                 continue
+            specs = {spec.name: spec for spec in optimizer.states(group, p)}
             counter_device = p.device if group["capturable"] else torch.device("cpu")
             for name, value in list(entry.items()):
                 if name == "step":

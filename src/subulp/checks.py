@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from subulp.rules.rule import State
 from subulp.torch_internals import is_dtensor
 
 PARAM_DTYPES = (
@@ -75,12 +76,12 @@ def check_grad(p: Tensor, grad: Tensor, differentiable: bool, where: str) -> Non
         )
 
 
-def check_state(p: Tensor, states: Mapping[str, Any], where: str) -> None:
+def check_state(p: Tensor, states: Mapping[State, Any], where: str) -> None:
     """ValueError for a state tensor that does not fit its parameter."""
-    for name, t in states.items():
-        if not isinstance(t, Tensor) or t.shape != p.shape:
+    for spec, t in states.items():
+        if not isinstance(t, Tensor) or t.shape != spec.shape(p.shape):
             found = f"of shape {tuple(t.shape)}" if isinstance(t, Tensor) else f"a {type(t).__name__}"
             raise ValueError(
-                f"The state {name!r} of a parameter of shape {tuple(p.shape)} is {found}{where}: load the checkpoint "
+                f"The state {spec.name!r} of a parameter of shape {tuple(p.shape)} is {found}{where}: load the checkpoint "
                 "that belongs to this model, or delete the parameter's state."
             )

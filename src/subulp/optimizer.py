@@ -29,6 +29,7 @@ from subulp.options import (
     state_dtype_of,
 )
 from subulp.rules.rule import Rule, State
+from subulp.sharding import zeros_for
 from subulp.torch_internals import opaque_to_compile
 
 _IMMUTABLE = frozenset((float, int, bool, str, tuple, type(None)))
@@ -65,6 +66,10 @@ class Optimizer(torch.optim.Optimizer):
         """The elementwise update of this group."""
         raise NotImplementedError
 
+    def states(self, group: dict[str, Any], p: Tensor | None = None) -> tuple[State, ...]:
+        """The state tensors of a parameter of this group, or (None) all that its parameters can have."""
+        return self.rule(group).states
+
     def scalars(self, group: dict[str, Any], step: Any) -> tuple[Any, ...]:
         """The rule's scalar arguments at ``step`` (1 for the first update).
 
@@ -93,7 +98,7 @@ class Optimizer(torch.optim.Optimizer):
                     checked = check(key, group[key])
                     if checked is not group[key]:
                         group[key] = checked
-            names = [state.name for state in self.rule(group).states]
+            names = [state.name for state in self.states(group) if not state.fp32]
             group["state_dtype"] = normal_state_dtype("state_dtype", group["state_dtype"], names)
         except (TypeError, ValueError, NotImplementedError) as error:
             raise type(error)(f"{error}{where}") from None
@@ -124,9 +129,9 @@ class Optimizer(torch.optim.Optimizer):
         if "step" not in state:
             device = p.device if group["capturable"] else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-        for spec in self.rule(group).states:
+        for spec in self.states(group, p):
             if spec.name not in state:
-                state[spec.name] = torch.zeros_like(p, dtype=_storage_dtype(p, spec, group))
+                state[spec.name] = zeros_for(p, spec.averaged, _storage_dtype(p, spec, group))
             elif state[spec.name].device != p.device:
                 # Trainers that offload layers move parameters between steps.
                 state[spec.name] = state[spec.name].to(p.device)
@@ -178,11 +183,10 @@ class Optimizer(torch.optim.Optimizer):
         """Which backend serves which tensors, and why: one entry for each launch of a step. Print the entries."""
         reports = []
         for number, group in enumerate(self.param_groups):
-            specs = self.rule(group).states
             params = [p for p in group["params"] if p.requires_grad]
             dtypes = []
             for p in params:
-                state = self.state.get(p, {})
+                state, specs = self.state.get(p, {}), self.states(group, p)
                 dtypes.append([state[s.name].dtype if s.name in state else _storage_dtype(p, s, group) for s in specs])
             reports += report_group(number, group["backend"], params, dtypes)
         return reports
@@ -247,10 +251,10 @@ class Optimizer(torch.optim.Optimizer):
         plan = self._plans.get(id(group) if number is not None else id(params[0]))
         if plan is not None and plan.gather(self.rule(group), params, active, states, _choices(group)):
             return partial(self._run_plan, group, plan)
-        names = [spec.name for spec in self.rule(group).states]
+        specs = self.states(group)
         simple = []
         for p, grad, state in zip(params, active, states, strict=True):
-            companions = {name: state[name] for name in names if name in state}
+            companions = {spec: state[spec.name] for spec in specs if spec.name in state}
             plain = not group["differentiable"] and is_plain(p, [grad, *companions.values()])
             if not plain:
                 check_param(p, where)
@@ -268,12 +272,8 @@ class Optimizer(torch.optim.Optimizer):
         simple: list[bool],
     ) -> None:
         rule = self.rule(group)
-        if any("step" not in self.state[p] for p in params) and float(group["lr"]) == 0:
-            # torch.distributed.checkpoint makes state by a step with lr=0 and zero gradients, and does not undo the count;
-            # counted, it would weaken the bias correction of every later step.
-            counts = [bool(self.state[p]) or bool(grad.any()) for p, grad in zip(params, grads, strict=True)]
-            for p in params:
-                self._state_of(p, group)
+        counts = self._counting(group, params, grads)
+        if counts is not None:
             params, grads = list(compress(params, counts)), list(compress(grads, counts))
             simple = list(compress(simple, counts))
             if not params:
@@ -319,6 +319,19 @@ class Optimizer(torch.optim.Optimizer):
                 read_factor=_sign(group) if on_device else self._read_factor(group),
                 **(self._amp_tensors(bucket.device) if on_device else {}),
             )
+
+    def _counting(self, group: dict[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[bool] | None:
+        """Which parameters this step counts for; None: all of them.
+
+        torch.distributed.checkpoint makes state by a step with lr=0 and zero gradients, and does not undo the count;
+        counted, it would weaken the bias correction of every later step.
+        """
+        if all("step" in self.state[p] for p in params) or group["lr"] is None or float(group["lr"]) != 0:
+            return None
+        counts = [bool(self.state[p]) or bool(grad.any()) for p, grad in zip(params, grads, strict=True)]
+        for p in params:
+            self._state_of(p, group)
+        return counts
 
     def _run_plan(self, group: dict[str, Any], plan: Any) -> None:
         if not self._overflowed():
@@ -384,4 +397,6 @@ def _choices(group: dict[str, Any]) -> tuple[bool, str]:
 
 
 def _storage_dtype(p: Tensor, spec: State, group: dict[str, Any]) -> torch.dtype:
+    if spec.fp32:
+        return torch.promote_types(p.dtype, torch.float32)
     return p.dtype if p.is_complex() else state_dtype_of(group["state_dtype"], spec.name, spec.squared, p.dtype)

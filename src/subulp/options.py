@@ -60,6 +60,8 @@ DEFAULTS: dict[str, Any] = {
 
 BACKENDS = ("auto", "eager", "numba", "triton")
 
+Check = Callable[[str, Any], Any]
+
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ALIASES = {
@@ -71,8 +73,6 @@ _ALIASES = {
     "float64": "fp64",
 }
 _PLANNED = ("int8", "factored")
-
-Check = Callable[[str, Any], Any]
 
 
 def as_real(what: str, value: Any) -> float:
@@ -98,6 +98,47 @@ def check_nonnegative(what: str, value: Any) -> Any:
     return value
 
 
+def check_positive(what: str, value: Any) -> Any:
+    """``value``, a finite number > 0."""
+    if not 0.0 < as_real(what, value) < math.inf:
+        raise ValueError(f"{what}={value!r}: must be a finite number > 0.")
+    return value
+
+
+def optional(check: Check) -> Check:
+    """The same check, but None passes."""
+    return lambda what, value: None if value is None else check(what, value)
+
+
+def one_of(*choices: str) -> Check:
+    """A check that the value is one of these strings."""
+
+    def check(what: str, value: Any) -> str:
+        if value not in choices:
+            raise ValueError(f"{what}={value!r}: must be one of {', '.join(map(repr, choices))}.")
+        return str(value)
+
+    return check
+
+
+def tuple_of(*checks: Check) -> Check:
+    """A check of a list or tuple by one check an entry; lists stay lists, since schedulers and trainers rewrite them."""
+
+    def check(what: str, value: Any) -> Any:
+        if isinstance(value, (str, Tensor)) or not isinstance(value, Iterable):
+            raise TypeError(
+                f"{what}={value!r} is a {type(value).__name__}: pass {len(checks)} numbers, e.g. as a tuple."
+            )
+        entries = value if isinstance(value, (list, tuple)) else tuple(value)
+        if len(entries) != len(checks):
+            raise ValueError(f"{what}={value!r} has {len(entries)} entries: pass {len(checks)} numbers.")
+        for i, (entry, checked) in enumerate(zip(entries, checks, strict=True)):
+            checked(f"{what}[{i}]", entry)
+        return entries
+
+    return check
+
+
 def check_fraction(what: str, value: Any) -> Any:
     """``value``, a number in [0, 1)."""
     number = as_real(what, value)
@@ -106,16 +147,8 @@ def check_fraction(what: str, value: Any) -> Any:
     return value
 
 
-def check_betas(what: str, value: Any) -> Any:
-    """A pair of numbers in [0, 1); lists stay lists, since schedulers and trainers rewrite them."""
-    if isinstance(value, (str, Tensor)) or not isinstance(value, Iterable):
-        raise TypeError(f"{what}={value!r} is a {type(value).__name__}: pass a pair of numbers, e.g. (0.9, 0.999).")
-    pair = value if isinstance(value, (list, tuple)) else tuple(value)
-    if len(pair) != 2:
-        raise ValueError(f"{what}={value!r} has {len(pair)} entries: pass a pair of numbers, e.g. (0.9, 0.999).")
-    for i, beta in enumerate(pair):
-        check_fraction(f"{what}[{i}]", beta)
-    return pair
+check_betas = tuple_of(check_fraction, check_fraction)
+"""A pair of numbers in [0, 1)."""
 
 
 def check_flag(what: str, value: Any) -> Any:
@@ -136,12 +169,6 @@ def check_counter(what: str, value: Any, bits: int) -> int:
 
 def _check_seed(what: str, value: Any) -> int:
     return check_counter(what, value, 64)
-
-
-def _check_backend(what: str, value: Any) -> str:
-    if value not in BACKENDS:
-        raise ValueError(f"{what}={value!r}: must be one of {', '.join(map(repr, BACKENDS))}.")
-    return str(value)
 
 
 def _check_residual(what: str, value: Any) -> None:
@@ -185,6 +212,8 @@ def normal_state_dtype(what: str, value: Any, states: Iterable[str]) -> str:
     for key in value:
         if key not in known:
             raise ValueError(f"{what} names the state {key!r}: this optimizer's states are {', '.join(known)}.")
+    if not value:
+        return "param"
     return ",".join(f"{key}:{_dtype_name(f'{what}[{key!r}]', item)}" for key, item in value.items())
 
 
@@ -205,7 +234,7 @@ COMMON_CHECKS: dict[str, Check] = {
     "stochastic_rounding": check_flag,
     "weight_residual": _check_residual,
     "seed": _check_seed,
-    "backend": _check_backend,
+    "backend": one_of(*BACKENDS),
 }
 
 

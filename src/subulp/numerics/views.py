@@ -28,14 +28,18 @@ class Views:
             original.copy_(copy)
 
 
-def flat_views(written: Sequence[Tensor], reads: Sequence[Tensor], base: int = 0) -> Views:
+Block = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def flat_views(written: Sequence[Tensor], reads: Sequence[Tensor], base: int = 0, block: Block | None = None) -> Views:
     """Views for an update of ``written[0]`` and its companions of the same shape.
 
     The storage order is that of the target if it is dense, else row-major on a working copy. A companion in another
     order is copied into the target's, and back if it is written. ``base`` is added to every global element index.
+    ``block`` is the shape of the whole and the target's offset in it, for a target that does not know them itself.
     """
     target = written[0]
-    shape, offset = global_block(target)
+    shape, offset = block or global_block(target)
     locals_written = [local_tensor(t) for t in written]
     locals_reads = [local_tensor(t) for t in reads]
     if target.is_complex():

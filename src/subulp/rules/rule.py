@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True)
 class State:
-    """A state tensor of the parameter's shape."""
+    """A state tensor of the parameter's shape, or of that shape with one dimension averaged away."""
 
     name: str
     squared: bool = False
     """Holds squares of gradients: needs fp32's exponent range, which fp16 has not."""
+    fp32: bool = False
+    """Always stored in fp32, whatever ``state_dtype`` says: it is small, or what it says would break it."""
+    averaged: int | None = None
+    """The dimension (-1 or -2) that is averaged away; None: none is."""
+
+    def shape(self, param_shape: Sequence[int]) -> tuple[int, ...]:
+        """The global shape of the state of a parameter of this global shape."""
+        shape = list(param_shape)
+        if self.averaged is not None:
+            del shape[self.averaged]
+        return tuple(shape)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,198 @@
+"""Adafactor: second moments as row and column means, step sizes relative to the parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from subulp.optimizer import Params
+from subulp.options import (
+    Options,
+    as_real,
+    check_flag,
+    check_fraction,
+    check_nonnegative,
+    check_positive,
+    one_of,
+    optional,
+    tuple_of,
+)
+from subulp.rules.factored import factored_states, inverse_root, whole_state
+from subulp.rules.rule import Rule, State
+from subulp.staged import StagedOptimizer, Stages
+
+
+def adafactor(p, u, scale, decay):  # type: ignore[no-untyped-def]
+    return (p - (decay * p + scale * u),)
+
+
+def adafactor_momentum(p, u, m, scale, decay, beta1):  # type: ignore[no-untyped-def]
+    m = beta1 * m + scale * u
+    return p - (decay * p + m), m
+
+
+PLAIN = Rule(adafactor, scalars=2)
+MOMENTUM = Rule(adafactor_momentum, (State("exp_avg"),), scalars=3)
+
+
+def _check_decay_rate(what: str, value: Any) -> Any:
+    if not -math.inf < as_real(what, value) <= 0:
+        raise ValueError(f"{what}={value!r}: must be a finite number <= 0, e.g. -0.8.")
+    return value
+
+
+class Adafactor(StagedOptimizer):
+    r"""Adafactor with the semantics of transformers (or torch), and one stochastic rounding a step.
+
+    At step :math:`t`, in fp32, with gradient :math:`g` of a parameter with two dimensions or more, and
+    :math:`\hat\beta_2 = 1 - t^{\text{decay\_rate}}`:
+
+    .. math::
+        R' &= \hat\beta_2 R + (1-\hat\beta_2)\,\text{mean}_{\text{cols}}(g^2 + \epsilon_1) \qquad
+        C' = \hat\beta_2 C + (1-\hat\beta_2)\,\text{mean}_{\text{rows}}(g^2 + \epsilon_1) \\
+        u &= g \,/ \sqrt{R' C' / \text{mean}(R')} \qquad
+        \alpha = \rho_t \max(\epsilon_2, \text{RMS}(p)) \\
+        p' &= p - \alpha\lambda\, p - \alpha\, u / \max(1, \text{RMS}(u)/d)
+
+    stored as :math:`\mathrm{SR}(p')`; other parameters keep a whole :math:`v`. With ``beta1`` the last term is averaged:
+    :math:`m' = \beta_1 m + (1-\beta_1)\,\alpha u / \max(\ldots)`, stored as :math:`\mathrm{SR}(m')`.
+
+    Means are over the whole parameter, also when it is sharded (FSDP2, tensor parallel). They are summed in fp64 and
+    rounded once, see :class:`subulp.staged.StagedOptimizer` for what that means for equal bits.
+
+    Args:
+        params: tensors, ``(name, tensor)`` pairs or groups, as in ``torch.optim``.
+        lr: :math:`\rho_t`. None with ``relative_step``, which sets it to ``min(1e-2, 1/sqrt(t))``.
+        eps: :math:`(\epsilon_1, \epsilon_2)`. With torch's semantics :math:`\epsilon_1` may be None: the machine epsilon
+            of the parameter's dtype.
+        clip_threshold: :math:`d`, the largest root mean square of an update.
+        decay_rate: exponent of :math:`t` in :math:`\hat\beta_2`, negative.
+        beta1: decay of the momentum; None: no momentum is kept.
+        weight_decay: :math:`\lambda`.
+        scale_parameter: multiply the step by the parameter's root mean square; else :math:`\alpha = \rho_t`.
+        relative_step: see ``lr``.
+        warmup_init: with ``relative_step``: ``min(1e-6 * t, 1/sqrt(t))``.
+        semantics: "transformers" as above; "torch" as ``torch.optim.Adafactor``, whose lr is 1e-2 by default:
+            :math:`\rho_t = \min(lr, 1/\sqrt t)`, decay by :math:`lr\,\lambda`, :math:`\epsilon_1` not added to squares but
+            a lower limit of mean(R') and, squared, of v.
+        options: the options that every optimizer shares, see :class:`subulp.options.Options`.
+
+    State, per parameter: ``step`` (0-d fp32), ``exp_avg_sq_row`` (shape without the last dimension) and ``exp_avg_sq_col``
+    (without the last but one) or else ``exp_avg_sq``, all fp32; with beta1 ``exp_avg`` (dtype by ``state_dtype``);
+    ``RMS`` (0-d fp32, of the parameter before the step); ``stream`` (int). Checkpoints of transformers' Adafactor load.
+
+    Source: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", ICML 2018 (arXiv
+    1804.04235); transformers' ``Adafactor``. One rounding a step: OneTrainer issue #994.
+    """
+
+    hyperparameters: ClassVar[dict[str, Any]] = {
+        "lr": optional(check_nonnegative),
+        "eps": tuple_of(optional(check_nonnegative), check_nonnegative),
+        "clip_threshold": check_positive,
+        "decay_rate": _check_decay_rate,
+        "beta1": optional(check_fraction),
+        "weight_decay": check_nonnegative,
+        "scale_parameter": check_flag,
+        "relative_step": check_flag,
+        "warmup_init": check_flag,
+        "semantics": one_of("transformers", "torch"),
+    }
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Any = None,
+        eps: Sequence[float | None] = (1e-30, 1e-3),
+        clip_threshold: float = 1.0,
+        decay_rate: float = -0.8,
+        beta1: float | None = None,
+        weight_decay: float = 0.0,
+        scale_parameter: bool = True,
+        relative_step: bool = True,
+        warmup_init: bool = False,
+        semantics: str = "transformers",
+        **options: Unpack[Options],
+    ) -> None:
+        if semantics == "torch" and lr is None:
+            lr = 1e-2
+        defaults = {
+            "lr": lr,
+            "eps": eps,
+            "clip_threshold": clip_threshold,
+            "decay_rate": decay_rate,
+            "beta1": beta1,
+            "weight_decay": weight_decay,
+            "scale_parameter": scale_parameter,
+            "relative_step": relative_step,
+            "warmup_init": warmup_init,
+            "semantics": semantics,
+        }
+        if semantics == "transformers" and lr is not None and relative_step:
+            raise ValueError(
+                f"lr={lr!r} with relative_step=True: the step size is set by one of them. Pass relative_step=False to use lr."
+            )
+        super().__init__(params, defaults, options)
+
+    def _check(self, group: dict[str, Any], where: str) -> None:
+        super()._check(group, where)
+        if group["semantics"] == "torch":
+            return
+        if group["lr"] is None and not group["relative_step"]:
+            raise ValueError(f"lr=None with relative_step=False{where}: nothing sets the step size. Pass one of them.")
+        if group["warmup_init"] and not group["relative_step"]:
+            raise ValueError(
+                f"warmup_init=True with relative_step=False{where}: it warms up the relative step. Pass both."
+            )
+        if group["eps"][0] is None:
+            raise ValueError(f"eps={group['eps']!r}{where}: the first may be None with semantics='torch' only.")
+
+    def rule(self, group: dict[str, Any]) -> Rule:
+        return PLAIN if group["beta1"] is None else MOMENTUM
+
+    def states(self, group: dict[str, Any], p: Tensor | None = None) -> tuple[State, ...]:
+        second = () if p is not None and p.dim() >= 2 else whole_state("exp_avg_sq")
+        if p is None or p.dim() >= 2:
+            second += factored_states("exp_avg_sq")
+        return (*self.rule(group).states, *second)
+
+    def update(self, stages: Stages) -> None:
+        group, state, step = stages.group, stages.state, stages.step
+        rms = stages.root_mean_square(lambda start, stop: stages.rows(stages.p, start, stop))
+        state["RMS"] = rms.float()
+        beta2 = 1 - step ** group["decay_rate"]
+        floor, clamp = group["eps"][0], None
+        if group["semantics"] == "torch":
+            floor, clamp = 0.0, torch.finfo(stages.p.dtype).eps if floor is None else floor
+        inverse = inverse_root(stages, "exp_avg_sq", stages.gradient, beta2, floor, clamp)
+
+        def direction(start: int, stop: int) -> Tensor:
+            return inverse(start, stop).mul_(stages.gradient(start, stop))
+
+        lr = _step_size(group, step, rms)
+        clip = (stages.root_mean_square(direction) / group["clip_threshold"]).clamp(min=1.0)
+        decay = group["weight_decay"] * (group["lr"] if group["semantics"] == "torch" else lr)
+        beta1 = group["beta1"]
+        scalars = (lr / clip, decay) if beta1 is None else ((1 - beta1) * lr / clip, decay, beta1)
+        for start, stop in stages.blocks():
+            stages.store(self.rule(group), [direction(start, stop)], scalars, start, stop)
+
+    @staticmethod
+    def _get_lr(param_group: dict[str, Any], param_state: dict[str, Any]) -> float:
+        """The step size of a parameter; ``transformers.AdafactorSchedule`` calls it."""
+        rms = param_state.get("RMS", 0.0)
+        step = max(1.0, float(param_state.get("step", 1)))
+        return float(_step_size(param_group, step, torch.as_tensor(rms, dtype=torch.float64)))
+
+
+def _step_size(group: dict[str, Any], step: float, rms: Tensor) -> Any:
+    size: Any = group["lr"] if group["lr"] is None or not isinstance(group["lr"], Tensor) else float(group["lr"])
+    if group["semantics"] == "torch":
+        size = min(size, 1 / math.sqrt(step))
+    elif group["relative_step"]:
+        size = min(1e-6 * step if group["warmup_init"] else 1e-2, 1 / math.sqrt(step))
+    return size * rms.clamp(min=group["eps"][1]) if group["scale_parameter"] or group["semantics"] == "torch" else size

@@ -1,0 +1,96 @@
+"""Second moments kept as row and column means (Adafactor, CAME), and what they imply for an update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from subulp.numerics.ops import div, sqrt
+from subulp.rules.rule import State
+from subulp.sharding import sum_over_shards
+from subulp.staged import Stages
+from subulp.torch_internals import local_tensor
+
+Blocks = Callable[[int, int], Tensor]
+"""A tensor of the parameter's shape by blocks of rows."""
+
+
+def factored_states(name: str) -> tuple[State, ...]:
+    """Row and column means, for parameters of two dimensions or more."""
+    return State(f"{name}_row", True, True, averaged=-1), State(f"{name}_col", True, True, averaged=-2)
+
+
+def whole_state(name: str) -> tuple[State, ...]:
+    """The second moment of a parameter that is not factored; in fp32, as the factors, since such parameters are small."""
+    return (State(name, True, True),)
+
+
+def inverse_root(
+    stages: Stages,
+    name: str,
+    values: Blocks,
+    beta2: float,
+    floor: float,
+    clamp: float | None = None,
+    scale: Tensor | float = 1.0,
+    correction: float = 1.0,
+) -> Blocks:
+    """Updates the second moment ``name`` with the squares of ``values``; returns blocks of ``1 / sqrt(v)``, as new tensors.
+
+    ``v = beta2 * v + (1 - beta2) * (scale * values**2 + floor)``. With two dimensions or more only its means R over the last
+    and C over the last but one dimension are kept, and ``v_ij`` is taken as ``R_i * C_j / mean(R)`` (Shazeer and Stern
+    2018, section 3). ``correction`` divides R and C (and so v) where they are used. ``clamp``: mean(R) is at least this and v
+    at least its square, as in ``torch.optim.Adafactor``.
+    """
+    if len(stages.shape) < 2:
+        return _whole(stages, name, values, beta2, floor, clamp)
+    row, col = _mean_squares(stages, values)
+    kept_row, kept_col = (local_tensor(stages.state[f"{name}_{key}"]) for key in ("row", "col"))
+    for kept, mean in ((kept_row, row), (kept_col, col)):
+        kept.copy_(beta2 * kept.double() + (1 - beta2) * (scale * mean + floor))
+    last_but_one = len(stages.shape) - 2
+    exact = kept_row.double()
+    mean_row = sum_over_shards(exact.sum(-1, keepdim=True), stages.p, {last_but_one}) / stages.shape[-2]
+    if clamp is not None:
+        by_row = (exact / mean_row.clamp(min=clamp)).to(stages.dtype).unsqueeze(-1)
+        by_col = kept_col.to(stages.dtype).unsqueeze(-2)
+        return lambda start, stop: _clamped_root(_outer(by_row, by_col, start, stop), clamp)
+    by_row = (exact / mean_row).rsqrt().to(stages.dtype).unsqueeze(-1)
+    by_col = (kept_col.double() / correction).rsqrt().to(stages.dtype).unsqueeze(-2)
+    return lambda start, stop: _outer(by_row, by_col, start, stop)
+
+
+def _outer(by_row: Tensor, by_col: Tensor, start: int, stop: int) -> Tensor:
+    return by_row[start:stop] * (by_col if by_row.dim() == 2 else by_col[start:stop])
+
+
+def _clamped_root(v: Tensor, clamp: float) -> Tensor:
+    return div(torch.ones((), dtype=v.dtype, device=v.device), sqrt(v.clamp_(min=clamp * clamp)))
+
+
+def _whole(stages: Stages, name: str, values: Blocks, beta2: float, floor: float, clamp: float | None) -> Blocks:
+    v = local_tensor(stages.state[name])
+    for start, stop in stages.blocks():
+        part = stages.rows(v, start, stop)
+        part.copy_(beta2 * part + (1 - beta2) * (values(start, stop).square() + floor))
+    # A clamp of 0 changes nothing.
+    return lambda start, stop: _clamped_root(stages.rows(v, start, stop).clone(), clamp or 0.0)
+
+
+def _mean_squares(stages: Stages, values: Blocks) -> tuple[Tensor, Tensor]:
+    """Means (fp64) of the squares over the last and the last but one dimension of the whole parameter."""
+    shape, dims = stages.local.shape, len(stages.shape)
+    row = torch.zeros(shape[:-1], dtype=torch.float64, device=stages.local.device)
+    col = torch.zeros((*shape[:-2], shape[-1]), dtype=torch.float64, device=stages.local.device)
+    for start, stop in stages.blocks():
+        squares = values(start, stop).square()
+        row[start:stop] = squares.sum(-1, dtype=torch.float64)
+        if dims == 2:
+            col += squares.sum(0, dtype=torch.float64)
+        else:
+            col[start:stop] = squares.sum(-2, dtype=torch.float64)
+    sum_over_shards(row, stages.p, {dims - 1})
+    sum_over_shards(col, stages.p, {dims - 2})
+    return row / stages.shape[-1], col / stages.shape[-2]

@@ -1,0 +1,158 @@
+"""Optimizers that need sums or products over a whole parameter before its elementwise update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import compress
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subulp.backends import registry
+from subulp.backends.bucket import single
+from subulp.checks import check_grad, check_param, check_state
+from subulp.numerics.views import flat_views
+from subulp.optimizer import Optimizer
+from subulp.rules.rule import Rule
+from subulp.sharding import sum_over_shards
+from subulp.torch_internals import global_block, local_tensor
+
+BLOCK = {"cpu": 1 << 18}
+"""Elements of a block: on a CPU its fp32 temporaries should stay in the cache."""
+
+ACCELERATOR_BLOCK = 1 << 25
+"""On other devices launches cost more than memory traffic."""
+
+
+class Stages:
+    """One parameter in one step: its part in this process, walked in blocks of rows, and its elementwise updates."""
+
+    def __init__(
+        self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any], step: int, factor: float
+    ) -> None:
+        self.p = p
+        self.state = state
+        self.group = group
+        self.step = step
+        self.shape, self._offset = global_block(p)
+        self.local = local_tensor(p)
+        self.dtype = torch.promote_types(p.dtype, torch.float32)
+        self._grad = local_tensor(grad)
+        self._factor = factor
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter, over all processes."""
+        return prod(self.shape)
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """Ranges of the first dimension that cover the local part; (0, 1) for a scalar."""
+        if self.local.numel() == 0:
+            return
+        rows = self.local.shape[0] if self.local.dim() > 0 else 1
+        limit = BLOCK.get(self.local.device.type, ACCELERATOR_BLOCK)
+        step = max(1, limit // (self.local.numel() // rows))
+        for start in range(0, rows, step):
+            yield start, min(start + step, rows)
+
+    def rows(self, t: Tensor, start: int, stop: int) -> Tensor:
+        """Rows of a tensor whose first dimension is the parameter's."""
+        t = local_tensor(t)
+        return t[start:stop] if t.dim() > 0 else t
+
+    def gradient(self, start: int, stop: int) -> Tensor:
+        """The gradient in fp32, times the factor of loss scaling and maximize. Not to be written to: it may be ``p.grad``."""
+        block = self.rows(self._grad, start, stop).to(self.dtype)
+        return block if self._factor == 1 else block * self._factor
+
+    def root_mean_square(self, part: Callable[[int, int], Tensor]) -> Tensor:
+        """Of all elements, over all processes, of a tensor that ``part`` gives in blocks: fp64, 0-d, on the device."""
+        total = torch.zeros((), dtype=torch.float64, device=self.local.device)
+        for start, stop in self.blocks():
+            total += part(start, stop).to(self.dtype).square().sum(dtype=torch.float64)
+        return (sum_over_shards(total, self.p) / self.numel).sqrt()
+
+    def store(
+        self,
+        rule: Rule,
+        reads: Sequence[Tensor],
+        scalars: Sequence[Any],
+        start: int,
+        stop: int,
+    ) -> None:
+        """The elementwise update of a block; ``scalars`` are floats or 0-d tensors, ``reads`` are blocks."""
+        written = [self.rows(t, start, stop) for t in (self.p, *(self.state[s.name] for s in rule.states))]
+        offset = (self._offset[0] + start, *self._offset[1:]) if self._offset else ()
+        views = flat_views(written, reads, block=(self.shape, offset))
+        bucket = single(views, self.state["stream"], self.step, (0.0,) * len(scalars))
+        backend = registry.choose(self.group["backend"], bucket.device, bucket.dtypes)
+        if backend.READS_DEVICE_STEPS and any(isinstance(s, Tensor) for s in scalars):
+            # Sums of a whole tensor stay on the device: the host does not wait for them.
+            device = bucket.device
+            values = [s if isinstance(s, Tensor) else torch.full((), s, device=device) for s in scalars]
+            bucket.scalars = torch.stack([v.to(device, torch.float64) for v in values]).view(1, -1)
+            bucket.steps = torch.full((1,), self.step, dtype=torch.int64, device=device)
+        else:
+            bucket.scalars[0, :] = [float(s) for s in scalars]
+        backend.run(rule, bucket, seed=self.group["seed"], stochastic=self.group["stochastic_rounding"])
+
+
+class StagedOptimizer(Optimizer):
+    """Base of optimizers whose update is not elementwise: stages in torch, then elementwise rules.
+
+    One parameter is updated at a time, in blocks of rows, so that no temporary is as large as a parameter with many rows.
+    Sums are accumulated in fp64 and rounded to fp32 once. Their order depends on blocks and shards, so two layouts give
+    the same fp32 number unless the sum lies within about n * 2**-53 of the middle between two of them, about once in
+    2**28 numbers.
+    """
+
+    def update(self, stages: Stages) -> None:
+        """Updates one parameter."""
+        raise NotImplementedError
+
+    def _check(self, group: dict[str, Any], where: str) -> None:
+        super()._check(group, where)
+        for option in ("capturable", "differentiable"):
+            if group.get(option):
+                raise NotImplementedError(
+                    f"{option}=True{where}: {type(self).__name__} has no such mode; leave it False."
+                )
+
+    def _prepared(self, number: int | None, group: dict[str, Any], params: Sequence[Tensor]) -> Callable[[], None]:
+        where = "" if number is None else f" (param group {number})"
+        self._recheck(group, where)
+        params = [p for p in params if p.grad is not None]
+        grads = [p.grad for p in params if p.grad is not None]
+        for p, grad in zip(params, grads, strict=True):
+            check_param(p, where)
+            if p.is_complex():
+                raise TypeError(f"A parameter is {p.dtype}{where}: {type(self).__name__} trains real parameters.")
+            check_grad(p, grad, False, where)
+            state = self.state.get(p) or {}
+            check_state(p, {s: state[s.name] for s in self.states(group, p) if s.name in state}, where)
+        return partial(self._update_in_stages, group, params, grads)
+
+    def _update_in_stages(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        if not params or self._overflowed():
+            return
+        counts = self._counting(group, params, grads)
+        if counts is not None:
+            params, grads = list(compress(params, counts)), list(compress(grads, counts))
+        states = [self._state_of(p, group) for p in params]
+        steps = registry.advance([state["step"] for state in states])
+        factor = self._read_factor(group)
+        self.update_all(
+            [
+                Stages(p, grad, state, group, int(step), factor)
+                for p, grad, state, step in zip(params, grads, states, steps, strict=True)
+                if p.numel() > 0
+            ]
+        )
+
+    def update_all(self, parameters: list[Stages]) -> None:
+        """Updates the parameters of a group, one after the other."""
+        for stages in parameters:
+            self.update(stages)
