@@ -27,8 +27,7 @@ def largest_excess(params: list[Parameter], reference: list[Parameter], steps: i
     in fp32, each 2**-24 relative: 64 of them are allowed.
     """
     worst = 0.0
-    for p, q in zip(params, reference, strict=True):
-        p, q = p.detach(), q.detach()
+    for p, q in zip((p.detach() for p in params), (q.detach() for q in reference), strict=True):
         bound = 2 * steps * EPS32 * q.abs().max() + 64 * EPS32 * moved
         worst = max(worst, float((p - q).abs().max() / bound))
     return worst
@@ -73,7 +72,7 @@ def test_came_in_fp64_matches_its_paper(options: dict[str, Any]) -> None:
     train(CAMEReference(reference, lr=1e-3, **options), reference, 100)
     # The factors are kept in fp64 under fp64 parameters: 100 steps of under 64 roundings of 2**-53. The weights by which
     # CAME multiplies reach 100 in the first steps.
-    for p, q in zip(params, reference, strict=True):
+    for p, q in zip((p.detach() for p in params), (q.detach() for q in reference), strict=True):
         assert (p - q).abs().max() < 100 * 64 * 100 * 2.0**-53 * max(1.0, float(q.abs().max()))
 
 
