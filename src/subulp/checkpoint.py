@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from subulp.checks import check_state
+from subulp.sharding import like_state
 
 StateDict = dict[str, Any]
 
@@ -49,6 +50,7 @@ def pack(optimizer: Any, state_dict: StateDict) -> StateDict:
         if key in pairs and isinstance(entry, dict):
             p, group = pairs[key]
             specs = [spec for spec in optimizer.states(group, p) if spec.name in entry]
+            entry = {**entry, **{s.name: like_state(entry[s.name], p, s) for s in specs}}
             check_state(p, {spec: entry[spec.name] for spec in specs}, f", parameter {key} of the checkpoint")
             _check_step(entry, key)
             entry = {k: _Box(v) if isinstance(v, Tensor) else v for k, v in entry.items()}

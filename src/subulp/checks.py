@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from subulp.rules.rule import State
+from subulp.sharding import state_placements
 from subulp.torch_internals import is_dtensor
 
 PARAM_DTYPES = (
@@ -70,6 +71,8 @@ def check_grad(p: Tensor, grad: Tensor, differentiable: bool, where: str) -> Non
         raise TypeError(f"{what} is {grad.dtype}, the parameter {p.dtype}{where}: cast the gradient.")
     if is_dtensor(grad) != is_dtensor(p):
         raise TypeError(f"{what} is a {type(grad).__name__}, the parameter a {type(p).__name__}{where}: shard both.")
+    if is_dtensor(p) and _mesh(grad) != _mesh(p):
+        raise ValueError(f"{what} is on the mesh {_mesh(grad)}, the parameter on {_mesh(p)}{where}: use one mesh for both.")
     if differentiable and (p.dtype in (torch.bfloat16, torch.float16) or is_dtensor(p)):
         raise ValueError(
             f"differentiable=True with a {p.dtype} parameter{where}: rounding has no gradient; use float32."
@@ -85,3 +88,13 @@ def check_state(p: Tensor, states: Mapping[State, Any], where: str) -> None:
                 f"The state {spec.name!r} of a parameter of shape {tuple(p.shape)} is {found}{where}: load the checkpoint "
                 "that belongs to this model, or delete the parameter's state."
             )
+        placements = t.placements if is_dtensor(t) else None  # type: ignore[attr-defined]
+        if placements != state_placements(p, spec.averaged):
+            raise ValueError(
+                f"The state {spec.name!r} of a parameter of shape {tuple(p.shape)} has the placements {placements}, "
+                f"not {state_placements(p, spec.averaged)}{where}: load it with torch.distributed.checkpoint, or delete it."
+            )
+
+
+def _mesh(t: Any) -> Any:
+    return t.device_mesh

@@ -29,7 +29,7 @@ from subulp.options import (
     state_dtype_of,
 )
 from subulp.rules.rule import Rule, State
-from subulp.sharding import zeros_for
+from subulp.sharding import is_zero, placed_like, zeros_for
 from subulp.torch_internals import opaque_to_compile
 
 _IMMUTABLE = frozenset((float, int, bool, str, tuple, type(None)))
@@ -272,6 +272,8 @@ class Optimizer(torch.optim.Optimizer):
         simple: list[bool],
     ) -> None:
         rule = self.rule(group)
+        if not all(simple):
+            grads = placed_like(grads, params)
         counts = self._counting(group, params, grads)
         if counts is not None:
             params, grads = list(compress(params, counts)), list(compress(grads, counts))
@@ -328,7 +330,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         if all("step" in self.state[p] for p in params) or group["lr"] is None or float(group["lr"]) != 0:
             return None
-        counts = [bool(self.state[p]) or bool(grad.any()) for p, grad in zip(params, grads, strict=True)]
+        counts = [bool(self.state[p]) or not is_zero(grad) for p, grad in zip(params, grads, strict=True)]
         for p in params:
             self._state_of(p, group)
         return counts

@@ -17,7 +17,7 @@ from subulp.checks import check_grad, check_param, check_state
 from subulp.numerics.views import flat_views
 from subulp.optimizer import Optimizer
 from subulp.rules.rule import Rule
-from subulp.sharding import sum_over_shards
+from subulp.sharding import placed_like, sum_over_shards
 from subulp.torch_internals import global_block, local_tensor
 
 BLOCK = {"cpu": 1 << 18}
@@ -138,6 +138,7 @@ class StagedOptimizer(Optimizer):
     def _update_in_stages(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         if not params or self._overflowed():
             return
+        grads = placed_like(grads, params)
         counts = self._counting(group, params, grads)
         if counts is not None:
             params, grads = list(compress(params, counts)), list(compress(grads, counts))

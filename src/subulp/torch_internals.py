@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -33,11 +33,16 @@ def global_block(t: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The global shape, and the offset in it of this process's block."""
     if not is_dtensor(t):
         return tuple(t.shape), (0,) * t.dim()
+    sharded: Any = t
+    return tuple(t.shape), block_of(t.shape, sharded.device_mesh, sharded.placements)[1]
+
+
+def block_of(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and offset of this process's block of a tensor of this global shape."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    sharded: Any = t
-    _, offset = compute_local_shape_and_global_offset(sharded.shape, sharded.device_mesh, sharded.placements)
-    return tuple(sharded.shape), tuple(offset)
+    local_shape, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return tuple(local_shape), tuple(offset)
 
 
 def opaque_to_compile(function: _F) -> _F:

@@ -95,7 +95,7 @@ def test_decay_alone_follows_its_closed_form(make: Any) -> None:
     exact = float(torch.tensor(0.7).bfloat16()) * (1 - 1e-5) ** steps
     # A step's rounding error has variance q (1 - q) ulp**2 with q = 7e-6 / 2**-9 = 0.0036: 1000 steps give 3.6 ulp**2 / 1000,
     # that is sd 1.9 ulp = 0.0037 an element. Five standard errors of the mean: false alarm 6e-7.
-    assert abs(float(p.double().mean()) - exact) < 5 * 0.0037 / math.sqrt(count)
+    assert abs(float(p.detach().double().mean()) - exact) < 5 * 0.0037 / math.sqrt(count)
     assert abs(float(torch.tensor(0.7).bfloat16()) - exact) > 5 * 0.0037 / math.sqrt(count)  # nearest would fail
 
 
