@@ -10,6 +10,7 @@ import torch
 
 import subulp
 from tests.rules.came_reference import CAMEReference
+from tests.rules.sign_reference import SignReference
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,20 @@ SPECS = [
         {"lr": 1e-2, "weight_decay": 0.1},
         ({}, {"amsgrad": True}, {"betas": (0.5, 0.9), "eps": 1e-3}, {"maximize": True}, {"weight_decay": 0.0}),
     ),
+    Spec(
+        subulp.Adam,
+        torch.optim.Adam,
+        {"lr": 1e-2, "weight_decay": 0.1},
+        ({}, {"amsgrad": True}, {"weight_decay": 0.0}, {"decoupled_weight_decay": True}),
+    ),
+    Spec(
+        subulp.SGD,
+        torch.optim.SGD,
+        {"lr": 1e-2, "weight_decay": 0.1, "momentum": 0.9},
+        ({}, {"momentum": 0.0}, {"nesterov": True}, {"dampening": 0.5}),
+    ),
+    Spec(subulp.Lion, SignReference, {"lr": 1e-3, "weight_decay": 0.1}, ({}, {"betas": (0.5, 0.9)})),
+    Spec(subulp.SignSGD, SignReference, {"lr": 1e-3, "weight_decay": 0.1, "momentum": 0.9}, ({}, {"momentum": 0.0})),
     Spec(
         subulp.Adafactor,
         lambda params, semantics, **options: torch.optim.Adafactor(params, **options),

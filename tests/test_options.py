@@ -53,8 +53,8 @@ def test_bad_options_are_explained(spec, options, error, match):
     [
         ({"betas": (0.9, 1.0)}, ValueError, r"betas\[1\]=1\.0.*\[0, 1\)"),
         ({"betas": (-0.1, 0.9)}, ValueError, r"betas\[0\]=-0\.1"),
-        ({"betas": (0.9,)}, ValueError, r"1 entries.*pair"),
-        ({"betas": 0.9}, TypeError, r"betas=0\.9 is a float.*pair"),
+        ({"betas": (0.9,)}, ValueError, r"1 entries.*tuple of 2 numbers"),
+        ({"betas": 0.9}, TypeError, r"betas=0\.9 is a float.*tuple of 2 numbers"),
         ({"betas": "(0.9, 0.99)"}, TypeError, r"is a str"),
         ({"eps": -1e-8}, ValueError, r"eps=-1e-08"),
     ],

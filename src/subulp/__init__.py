@@ -8,15 +8,23 @@ from subulp.numerics.rounding import (
     round_stochastic,
 )
 from subulp.rules.adafactor import Adafactor
+from subulp.rules.adam import Adam
 from subulp.rules.adamw import AdamW
 from subulp.rules.came import CAME
+from subulp.rules.lion import Lion
+from subulp.rules.sgd import SGD
+from subulp.rules.signsgd import SignSGD
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CAME",
+    "SGD",
     "Adafactor",
+    "Adam",
     "AdamW",
+    "Lion",
+    "SignSGD",
     "add_stochastic_",
     "addcdiv_stochastic_",
     "copy_stochastic_",

@@ -49,6 +49,7 @@ def pack(optimizer: Any, state_dict: StateDict) -> StateDict:
     for key, entry in state_dict["state"].items():
         if key in pairs and isinstance(entry, dict):
             p, group = pairs[key]
+            entry = {k: v for k, v in entry.items() if v is not None}  # torch's SGD keeps a None without momentum
             specs = [spec for spec in optimizer.states(group, p) if spec.name in entry]
             entry = {**entry, **{s.name: like_state(entry[s.name], p, s) for s in specs}}
             check_state(p, {spec: entry[spec.name] for spec in specs}, f", parameter {key} of the checkpoint")

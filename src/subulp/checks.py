@@ -72,7 +72,9 @@ def check_grad(p: Tensor, grad: Tensor, differentiable: bool, where: str) -> Non
     if is_dtensor(grad) != is_dtensor(p):
         raise TypeError(f"{what} is a {type(grad).__name__}, the parameter a {type(p).__name__}{where}: shard both.")
     if is_dtensor(p) and _mesh(grad) != _mesh(p):
-        raise ValueError(f"{what} is on the mesh {_mesh(grad)}, the parameter on {_mesh(p)}{where}: use one mesh for both.")
+        raise ValueError(
+            f"{what} is on the mesh {_mesh(grad)}, the parameter on {_mesh(p)}{where}: use one mesh for both."
+        )
     if differentiable and (p.dtype in (torch.bfloat16, torch.float16) or is_dtensor(p)):
         raise ValueError(
             f"differentiable=True with a {p.dtype} parameter{where}: rounding has no gradient; use float32."

@@ -145,6 +145,8 @@ class Optimizer(torch.optim.Optimizer):
         seen: set[int] = set()
         for group in self.param_groups:
             names = group.get("param_names")
+            if names and len(names) != len(group["params"]):
+                names = None  # ZeRO optimizers take parameters out of a group and leave all its names
             for i, q in enumerate(group["params"]):
                 stream = stream_of_name(names[i]) if names else position
                 while stream in seen:  # names that differ only in wrapper prefixes

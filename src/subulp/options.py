@@ -126,12 +126,10 @@ def tuple_of(*checks: Check) -> Check:
 
     def check(what: str, value: Any) -> Any:
         if isinstance(value, (str, Tensor)) or not isinstance(value, Iterable):
-            raise TypeError(
-                f"{what}={value!r} is a {type(value).__name__}: pass {len(checks)} numbers, e.g. as a tuple."
-            )
+            raise TypeError(f"{what}={value!r} is a {type(value).__name__}: pass a tuple of {len(checks)} numbers.")
         entries = value if isinstance(value, (list, tuple)) else tuple(value)
         if len(entries) != len(checks):
-            raise ValueError(f"{what}={value!r} has {len(entries)} entries: pass {len(checks)} numbers.")
+            raise ValueError(f"{what}={value!r} has {len(entries)} entries: pass a tuple of {len(checks)} numbers.")
         for i, (entry, checked) in enumerate(zip(entries, checks, strict=True)):
             checked(f"{what}[{i}]", entry)
         return entries

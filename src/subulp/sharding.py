@@ -31,8 +31,12 @@ def like_state(t: Any, p: Tensor, spec: State) -> Any:
 
 def state_placements(p: Tensor, averaged: int | None) -> tuple[Any, ...] | None:
     """The placements of a state of ``p``; None if it is not sharded."""
+    if not is_dtensor(p):
+        return None
     sharded: Any = p
-    return tuple(_without(placement, p.dim(), averaged) for placement in sharded.placements) if is_dtensor(p) else None
+    if averaged is None:
+        return tuple(sharded.placements)
+    return tuple(_without(placement, p.dim(), averaged) for placement in sharded.placements)
 
 
 def _part(t: Tensor, p: Any, averaged: int | None) -> Tensor:
@@ -46,12 +50,12 @@ def _part(t: Tensor, p: Any, averaged: int | None) -> Tensor:
     return result
 
 
-def _without(placement: Any, dims: int, averaged: int | None) -> Any:
+def _without(placement: Any, dims: int, averaged: int) -> Any:
     """The placement of a state from that of its parameter, which has ``dims`` dimensions."""
     from torch.distributed.tensor import Replicate, Shard
 
     dim = sharded_dim(placement)
-    if averaged is None or dim is None or dim < dims + averaged:
+    if dim is None or dim < dims + averaged:
         return placement
     # Each process of a sharded dimension that is averaged away keeps the whole average.
     if dim == dims + averaged:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -39,6 +40,13 @@ def global_block(t: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def block_of(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and offset of this process's block of a tensor of this global shape."""
+    return _block_at(tuple(mesh.get_coordinate()), tuple(shape), mesh, tuple(placements))
+
+
+@lru_cache(maxsize=65536)  # torch makes a tensor of all row numbers each time
+def _block_at(
+    coordinate: tuple[int, ...], shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     local_shape, offset = compute_local_shape_and_global_offset(shape, mesh, placements)

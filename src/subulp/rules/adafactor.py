@@ -181,6 +181,13 @@ class Adafactor(StagedOptimizer):
         for start, stop in stages.blocks():
             stages.store(self.rule(group), [direction(start, stop)], scalars, start, stop)
 
+    def _state_of(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state = super()._state_of(p, group)
+        # Made with the rest: a flattened checkpoint only loads the names that the state has by then.
+        if "RMS" not in state:
+            state["RMS"] = torch.zeros((), dtype=torch.float32, device=p.device)
+        return state
+
     @staticmethod
     def _get_lr(param_group: dict[str, Any], param_state: dict[str, Any]) -> float:
         """The step size of a parameter; ``transformers.AdafactorSchedule`` calls it."""

@@ -17,19 +17,19 @@ def moments(g, m, v, one_minus_beta1, beta2, one_minus_beta2):  # type: ignore[n
     return m + one_minus_beta1 * (g - m), beta2 * v + one_minus_beta2 * (g * g)
 
 
-def descend(p, m, v, decay, eps, step_size, rsqrt_bias2):  # type: ignore[no-untyped-def]
-    return p - (decay * p + step_size * div(m, sqrt(v) * rsqrt_bias2 + eps))
+def change(m, v, eps, step_size, rsqrt_bias2):  # type: ignore[no-untyped-def]
+    return step_size * div(m, sqrt(v) * rsqrt_bias2 + eps)
 
 
 def adamw(p, g, m, v, decay, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, rsqrt_bias2):  # type: ignore[no-untyped-def]
     m, v = moments(g, m, v, one_minus_beta1, beta2, one_minus_beta2)
-    return descend(p, m, v, decay, eps, step_size, rsqrt_bias2), m, v
+    return p - (decay * p + change(m, v, eps, step_size, rsqrt_bias2)), m, v
 
 
 def adamw_amsgrad(p, g, m, v, v_max, decay, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, rsqrt_bias2):  # type: ignore[no-untyped-def]
     m, v = moments(g, m, v, one_minus_beta1, beta2, one_minus_beta2)
     v_max = maximum(v_max, v)
-    return descend(p, m, v_max, decay, eps, step_size, rsqrt_bias2), m, v, v_max
+    return p - (decay * p + change(m, v_max, eps, step_size, rsqrt_bias2)), m, v, v_max
 
 
 MOMENTS = (State("exp_avg"), State("exp_avg_sq", squared=True))
