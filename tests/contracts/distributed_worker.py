@@ -106,8 +106,8 @@ def _run_process(rank: int, size: int, directory: Path, number: int, work: list[
     torch.set_num_threads(1)
     # Fills fresh memory with NaN, as tests/conftest.py does for the other tests.
     torch.use_deterministic_algorithms(True)
-    store = dist.FileStore(str(directory / f"store{number}"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+    store = f"file://{directory / f'store{number}'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
     for entry, _, spec in work:
         try:
             entry.function(World(rank, size, directory), spec)

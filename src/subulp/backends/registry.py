@@ -15,7 +15,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from subulp.backends import eager
 from subulp.rules.rule import Rule
 
 INSTALL_NUMBA = "pip install 'subulp[cpu]'"
@@ -30,31 +29,38 @@ def choose(name: str, device: torch.device, dtypes: Sequence[torch.dtype]) -> An
     Raises:
         RuntimeError: the named backend cannot serve them; the message says why and what can be done.
     """
-    return _choose(name, device.type, tuple(dtypes))[0]
+    return _module(explain(name, device, dtypes)[0])
 
 
 def explain(name: str, device: torch.device, dtypes: Sequence[torch.dtype]) -> tuple[str, str]:
     """The name of the chosen backend, and why it was chosen."""
-    backend, reason = _choose(name, device.type, tuple(dtypes))
-    return backend.NAME, reason
+    return _choose(name, device.type, tuple(dtypes), os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@cache
+def _module(backend: str) -> Any:
+    return importlib.import_module(_MODULES[backend])
 
 
 @lru_cache(maxsize=256)
-def _choose(name: str, device_type: str, dtypes: tuple[torch.dtype, ...]) -> tuple[Any, str]:
+def _choose(name: str, device_type: str, dtypes: tuple[torch.dtype, ...], interpreting: bool) -> tuple[str, str]:
     if name == "eager":
-        return eager, "it was asked for"
+        return "eager", "it was asked for"
     candidate = name if name != "auto" else _FASTEST.get(device_type)
     if candidate is None:
-        return eager, f"there are no kernels for {device_type} tensors"
-    obstacle = _OBSTACLES[candidate](device_type, dtypes)
+        return "eager", f"there are no kernels for {device_type} tensors"
+    if candidate == "numba":
+        obstacle = _numba_obstacle(device_type, dtypes)
+    else:
+        obstacle = _triton_obstacle(device_type, dtypes, interpreting)
     if obstacle is None:
         reason = "it was asked for" if name != "auto" else f"fastest for {device_type} tensors"
-        return importlib.import_module(_MODULES[candidate]), reason
+        return candidate, reason
     if name != "auto":
         raise RuntimeError(f"backend={name!r} cannot serve these tensors: {obstacle}.")
     if "not installed" in obstacle:
         _tell_once(f"subulp runs on its slow reference backend, with the same bits: {obstacle}.")
-    return eager, obstacle
+    return "eager", obstacle
 
 
 def _numba_obstacle(device_type: str, dtypes: tuple[torch.dtype, ...]) -> str | None:
@@ -65,8 +71,8 @@ def _numba_obstacle(device_type: str, dtypes: tuple[torch.dtype, ...]) -> str | 
     return _dtype_obstacle(dtypes)
 
 
-def _triton_obstacle(device_type: str, dtypes: tuple[torch.dtype, ...]) -> str | None:
-    if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+def _triton_obstacle(device_type: str, dtypes: tuple[torch.dtype, ...], interpreting: bool) -> str | None:
+    if device_type == "cpu" and not interpreting:
         return (
             "it serves GPU tensors, these are on the CPU, where only Triton's interpreter runs it; use backend='auto', or "
             "set TRITON_INTERPRET=1 before Python starts to try it"
@@ -83,8 +89,11 @@ def _dtype_obstacle(dtypes: tuple[torch.dtype, ...]) -> str | None:
     return f"it has no kernels for {other}; use backend='auto'" if other else None
 
 
-_OBSTACLES = {"numba": _numba_obstacle, "triton": _triton_obstacle}
-_MODULES = {"numba": "subulp.backends.numba_cpu", "triton": "subulp.backends.triton_gpu"}
+_MODULES = {
+    "eager": "subulp.backends.eager",
+    "numba": "subulp.backends.numba_cpu",
+    "triton": "subulp.backends.triton_gpu",
+}
 _FASTEST = {"cpu": "numba", "cuda": "triton", "xpu": "triton"}
 
 
