@@ -14,6 +14,7 @@ from subulp.rules.came import CAME
 from subulp.rules.lion import Lion
 from subulp.rules.sgd import SGD
 from subulp.rules.signsgd import SignSGD
+from subulp.training.fused_backward import FusedBackward
 
 __version__ = "0.1.0"
 
@@ -23,6 +24,7 @@ __all__ = [
     "Adafactor",
     "Adam",
     "AdamW",
+    "FusedBackward",
     "Lion",
     "SignSGD",
     "add_stochastic_",

@@ -1,0 +1,1 @@
+"""Helpers around a training loop."""
