@@ -10,6 +10,7 @@ import torch
 
 import subulp
 from tests.rules.came_reference import CAMEReference
+from tests.rules.prodigy_reference import ProdigyReference
 from tests.rules.sign_reference import SignReference
 
 
@@ -76,6 +77,13 @@ SPECS = [
         CAMEReference,
         {"lr": 1e-2, "weight_decay": 0.1},
         ({}, {"bias_correction": True}, {"clip_threshold": 0.3}),
+        elementwise=False,
+    ),
+    Spec(
+        subulp.Prodigy,
+        ProdigyReference,
+        {"weight_decay": 0.1, "d0": 1.0},
+        ({}, {"decouple": False}, {"use_bias_correction": True, "safeguard_warmup": True}),
         elementwise=False,
     ),
 ]

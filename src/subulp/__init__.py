@@ -12,6 +12,7 @@ from subulp.rules.adam import Adam
 from subulp.rules.adamw import AdamW
 from subulp.rules.came import CAME
 from subulp.rules.lion import Lion
+from subulp.rules.prodigy import Prodigy
 from subulp.rules.sgd import SGD
 from subulp.rules.signsgd import SignSGD
 from subulp.training.fused_backward import FusedBackward
@@ -26,6 +27,7 @@ __all__ = [
     "AdamW",
     "FusedBackward",
     "Lion",
+    "Prodigy",
     "SignSGD",
     "add_stochastic_",
     "addcdiv_stochastic_",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import compress
@@ -98,7 +99,7 @@ class Optimizer(torch.optim.Optimizer):
                     checked = check(key, group[key])
                     if checked is not group[key]:
                         group[key] = checked
-            names = [state.name for state in self.states(group) if not state.fp32]
+            names = [state.name for state in self.states(group) if not (state.fp32 or state.own)]
             group["state_dtype"] = normal_state_dtype("state_dtype", group["state_dtype"], names)
         except (TypeError, ValueError, NotImplementedError) as error:
             raise type(error)(f"{error}{where}") from None
@@ -131,7 +132,7 @@ class Optimizer(torch.optim.Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
         for spec in self.states(group, p):
             if spec.name not in state:
-                state[spec.name] = zeros_for(p, spec.averaged, _storage_dtype(p, spec, group))
+                state[spec.name] = zeros_for(p, spec, _storage_dtype(p, spec, group))
             elif state[spec.name].device != p.device:
                 # Trainers that offload layers move parameters between steps.
                 state[spec.name] = state[spec.name].to(p.device)
@@ -180,6 +181,7 @@ class Optimizer(torch.optim.Optimizer):
     def _forget_plans(self) -> None:
         self._plans: dict[int, Any] = {}
         self._last_checked: dict[int, list[Any]] = {}
+        self._lock = threading.Lock()
 
     def backend_report(self) -> list[BucketReport]:
         """Which backend serves which tensors, and why: one entry for each launch of a step. Print the entries."""
@@ -212,7 +214,11 @@ class Optimizer(torch.optim.Optimizer):
                 loss = closure()
         with torch.no_grad():
             self._update([(i, group, group["params"]) for i, group in enumerate(self.param_groups)])
+            self.finish_step()
         return loss
+
+    def finish_step(self) -> None:
+        """Called at the end of every :meth:`step`, also of one that finds no gradients (after updates in backward)."""
 
     @opaque_to_compile
     def step_parameter(self, p: Tensor, group: dict[str, Any], i: int | None = None) -> None:
@@ -401,6 +407,8 @@ def _choices(group: dict[str, Any]) -> tuple[bool, str]:
 
 
 def _storage_dtype(p: Tensor, spec: State, group: dict[str, Any]) -> torch.dtype:
+    if spec.own:
+        return p.dtype
     if spec.fp32:
         return torch.promote_types(p.dtype, torch.float32)
     return p.dtype if p.is_complex() else state_dtype_of(group["state_dtype"], spec.name, spec.squared, p.dtype)

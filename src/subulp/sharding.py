@@ -12,15 +12,17 @@ from subulp.rules.rule import State
 from subulp.torch_internals import block_of, is_dtensor, local_tensor
 
 
-def zeros_for(p: Tensor, averaged: int | None, dtype: torch.dtype) -> Tensor:
-    """A zero state for ``p``, sharded as ``p`` is; without its dimension ``averaged`` if that is not None."""
-    if averaged is None:
+def zeros_for(p: Tensor, spec: State, dtype: torch.dtype) -> Tensor:
+    """A zero state for ``p``, sharded as ``p`` is."""
+    if spec.every > 1:
+        return torch.zeros(spec.shape(p.shape), dtype=dtype, device=p.device)
+    if spec.averaged is None:
         return torch.zeros_like(p, dtype=dtype)
-    gone = p.dim() + averaged
+    gone = p.dim() + spec.averaged
     shape = (*p.shape[:gone], *p.shape[gone + 1 :])
     if not is_dtensor(p):
         return torch.zeros(shape, dtype=dtype, device=p.device)
-    return _part(torch.zeros((), dtype=dtype, device=p.device).expand(shape), p, averaged)
+    return _part(torch.zeros((), dtype=dtype, device=p.device).expand(shape), p, spec.averaged)
 
 
 def like_state(t: Any, p: Tensor, spec: State) -> Any:

@@ -68,6 +68,11 @@ class Stages:
         block = self.rows(self._grad, start, stop).to(self.dtype)
         return block if self._factor == 1 else block * self._factor
 
+    def whole_gradient(self) -> Tensor:
+        """:meth:`gradient` of all rows of this process."""
+        rows = self.local.shape[0] if self.local.dim() > 0 else 1
+        return self.gradient(0, rows)
+
     def root_mean_square(self, part: Callable[[int, int], Tensor]) -> Tensor:
         """Of all elements, over all processes, of a tensor that ``part`` gives in blocks: fp64, 0-d, on the device."""
         total = torch.zeros((), dtype=torch.float64, device=self.local.device)

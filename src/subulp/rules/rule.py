@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 
@@ -16,11 +17,18 @@ class State:
     """Holds squares of gradients: needs fp32's exponent range, which fp16 has not."""
     fp32: bool = False
     """Always stored in fp32, whatever ``state_dtype`` says: it is small, or what it says would break it."""
+    own: bool = False
+    """Always stored in the parameter's dtype: it is a copy of the parameter."""
     averaged: int | None = None
     """The dimension (-1 or -2) that is averaged away; None: none is."""
 
+    every: int = 1
+    """One element is kept for so many of the flattened parameter's; the state is flat then."""
+
     def shape(self, param_shape: Sequence[int]) -> tuple[int, ...]:
         """The global shape of the state of a parameter of this global shape."""
+        if self.every > 1:
+            return (-(-prod(param_shape) // self.every),)
         shape = list(param_shape)
         if self.averaged is not None:
             del shape[self.averaged]

@@ -1,0 +1,271 @@
+"""Prodigy: Adam whose step size is estimated from the distance it has come."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from subulp.numerics.ops import div, sqrt
+from subulp.optimizer import Params
+from subulp.options import (
+    Options,
+    as_real,
+    check_betas,
+    check_counter,
+    check_flag,
+    check_fraction,
+    check_nonnegative,
+    check_positive,
+    optional,
+)
+from subulp.rules.rule import Rule, State
+from subulp.sharding import sum_over_shards
+from subulp.staged import StagedOptimizer, Stages
+from subulp.torch_internals import is_dtensor, local_tensor
+
+
+def prodigy(p, g, m, v, decoupled, coupled, beta1, gain1, beta2, gain2, step_size, eps):  # type: ignore[no-untyped-def]
+    g = g + coupled * p
+    m = beta1 * m + gain1 * g
+    v = beta2 * v + gain2 * (g * g)
+    return p - (decoupled * p + step_size * div(m, sqrt(v) + eps)), m, v
+
+
+RULE = Rule(prodigy, (State("exp_avg"), State("exp_avg_sq", squared=True)), scalars=8)
+
+
+def _check_growth_rate(what: str, value: Any) -> Any:
+    if not float(value) >= 1.0:
+        raise ValueError(f"{what}={value!r}: must be at least 1 (infinity: no limit).")
+    return value
+
+
+def _check_slice(what: str, value: Any) -> int:
+    if check_counter(what, value, 31) < 1:
+        raise ValueError(f"{what}={value!r}: must be at least 1.")
+    return int(value)
+
+
+class Prodigy(StagedOptimizer):
+    r"""Prodigy, every low-precision store stochastically rounded once, and its estimate kept in fp64.
+
+    With :math:`d_0` given, and for all parameters together, at step :math:`k` with gradients :math:`g_k` at :math:`p_k`
+    (:math:`\gamma` is lr, times :math:`\sqrt{1-\beta_2^{k+1}}/(1-\beta_1^{k+1})` with ``use_bias_correction``):
+
+    .. math::
+        r_{k+1} &= \beta_3 r_k + \tfrac{d_k}{d_0}\gamma d_k \langle g_k, p_0 - p_k\rangle \qquad
+        s_{k+1} = \beta_3 s_k + \tfrac{d_k}{d_0}\gamma d_k\, g_k \\
+        \hat d &= c\, r_{k+1} / \lVert s_{k+1}\rVert_1 \qquad
+        d_{k+1} = \min(\max_{i \le k} \hat d_i,\ \text{growth\_rate} \cdot d_k) \\
+        m' &= \beta_1 m + (1-\beta_1) d_k g \qquad v' = \beta_2 v + (1-\beta_2) d_k^2 g^2 \\
+        p' &= p - \gamma d_k \lambda p - \gamma d_k\, m' / (\sqrt{v'} + d_k \epsilon)
+
+    stored as :math:`\mathrm{SR}(p'), \mathrm{SR}(m'), \mathrm{SR}(v')`. In bf16 with rounding to nearest :math:`p_k - p_0`
+    stays zero and :math:`d` never grows; here it does. s is fp32; r, d and all sums are fp64 and stay on the device.
+
+    Two details differ from the authors' package: :math:`\epsilon` is multiplied by :math:`d_k`, not :math:`d_{k+1}`, so that
+    a parameter can be updated before the gradients of all others exist; and with ``slice_p`` the sample is of the global
+    row-major order.
+
+    After updates in the backward pass (``step_parameter``) call ``step()`` once a step, as trainers do: it finds no
+    gradients, and updates :math:`d`.
+
+    Args:
+        params: tensors, ``(name, tensor)`` pairs or groups, as in ``torch.optim``.
+        lr: a factor of the estimated rate, 1 by default; schedulers change it. The same in all groups, or 0.
+        betas: :math:`(\beta_1, \beta_2)`.
+        beta3: None: :math:`\sqrt{\beta_2}`.
+        eps: :math:`\epsilon`.
+        weight_decay: :math:`\lambda`.
+        decouple: decay as AdamW does (True), or in the gradient.
+        use_bias_correction: see above.
+        safeguard_warmup: leave lr out of s, so that a warm-up does not inflate d.
+        d0: the first estimate.
+        d_coef: :math:`c`.
+        growth_rate: see above.
+        slice_p: keep s and p_0 of every so many-th element only; 1 for sharded parameters.
+        options: the options that every optimizer shares, see :class:`subulp.options.Options`.
+
+    Groups hold ``d``, ``d_max``, ``d_numerator``, ``d_denom`` and ``d_hat`` (0-d fp64 tensors) and ``k`` (int).
+    State, per parameter: ``step`` (0-d fp32), ``exp_avg``, ``exp_avg_sq`` (dtypes by ``state_dtype``), ``s`` (fp32), ``p0``
+    (the parameter's dtype), ``stream`` (int).
+
+    Source: Mishchenko and Defazio, "Prodigy: An Expeditiously Adaptive Parameter-Free Learner", ICML 2024 (arXiv
+    2306.06101). An estimate that does not grow in bf16: prodigy issue #27, OneTrainer issue #412.
+    """
+
+    hyperparameters: ClassVar[dict[str, Any]] = {
+        "betas": check_betas,
+        "beta3": optional(check_fraction),
+        "eps": check_nonnegative,
+        "weight_decay": check_nonnegative,
+        "decouple": check_flag,
+        "use_bias_correction": check_flag,
+        "safeguard_warmup": check_flag,
+        "d0": check_positive,
+        "d_coef": check_positive,
+        "growth_rate": _check_growth_rate,
+        "slice_p": _check_slice,
+    }
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Any = 1.0,
+        betas: Sequence[float] = (0.9, 0.999),
+        beta3: float | None = None,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        decouple: bool = True,
+        use_bias_correction: bool = False,
+        safeguard_warmup: bool = False,
+        d0: float = 1e-6,
+        d_coef: float = 1.0,
+        growth_rate: float = math.inf,
+        slice_p: int = 1,
+        **options: Unpack[Options],
+    ) -> None:
+        start = torch.tensor(as_real("d0", d0), dtype=torch.float64)
+        estimate = {
+            "d": start,
+            "d_max": start,
+            "d_numerator": torch.zeros((), dtype=torch.float64),
+            "d_denom": torch.zeros((), dtype=torch.float64),
+            "d_hat": torch.zeros((), dtype=torch.float64),
+            "k": 0,
+        }
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "beta3": beta3,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "decouple": decouple,
+            "use_bias_correction": use_bias_correction,
+            "safeguard_warmup": safeguard_warmup,
+            "d0": d0,
+            "d_coef": d_coef,
+            "growth_rate": growth_rate,
+            "slice_p": slice_p,
+        }
+        super().__init__(params, {**defaults, **estimate}, options)
+
+    def rule(self, group: dict[str, Any]) -> Rule:
+        return RULE
+
+    def states(self, group: dict[str, Any], p: Tensor | None = None) -> tuple[State, ...]:
+        return (
+            *RULE.states,
+            State("s", fp32=True, every=group["slice_p"]),
+            State("p0", own=True, every=group["slice_p"]),
+        )
+
+    def _state_of(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        fresh = "p0" not in self.state[p]
+        state = super()._state_of(p, group)
+        if fresh:
+            if group["slice_p"] > 1 and is_dtensor(p):
+                raise ValueError(f"slice_p={group['slice_p']} with a sharded parameter: pass slice_p=1.")
+            local_tensor(state["p0"]).copy_(_sample(local_tensor(p), group["slice_p"]))
+        return state
+
+    def _forget_plans(self) -> None:
+        super()._forget_plans()
+        self._pending: dict[Any, tuple[Tensor, Tensor]] = {}
+
+    def _rate(self) -> float:
+        """The common lr of the groups that train."""
+        rates = {float(group["lr"]) for group in self.param_groups} - {0.0}
+        if len(rates) > 1:
+            raise ValueError(
+                f"The groups have rates {sorted(rates)}: Prodigy estimates one; use one lr, or 0 to pause a group."
+            )
+        return rates.pop() if rates else 0.0
+
+    def _correction(self) -> float:
+        group = self.param_groups[0]
+        beta1, beta2 = map(float, group["betas"])
+        k = group["k"] + 1
+        return math.sqrt(1 - beta2**k) / (1 - beta1**k) if group["use_bias_correction"] else 1.0
+
+    def update(self, stages: Stages) -> None:
+        group = stages.group
+        lr = self._rate()
+        if float(group["lr"]) == 0.0 or lr == 0.0:
+            return
+        device = stages.local.device
+        d = self.param_groups[0]["d"].to(device)
+        first = self.param_groups[0]["d0"]
+        rate = d * lr * self._correction()
+        beta1, beta2 = map(float, group["betas"])
+        beta3 = math.sqrt(beta2) if group["beta3"] is None else float(group["beta3"])
+        weight = (d / first * (d if group["safeguard_warmup"] else rate)).to(stages.dtype)
+        self._measure(stages, weight, d / first * rate, beta3)
+        decay = float(group["weight_decay"])
+        scalars = (
+            rate * decay if group["decouple"] else 0.0,
+            0.0 if group["decouple"] else decay,
+            beta1,
+            d * (1 - beta1),
+            beta2,
+            d * d * (1 - beta2),
+            rate,
+            d * group["eps"],
+        )
+        for start, stop in stages.blocks():
+            stages.store(RULE, [stages.gradient(start, stop)], scalars, start, stop)
+
+    def _measure(self, stages: Stages, weight: Tensor, share: Tensor, beta3: float) -> None:
+        """Updates s, and adds the parameter's part of r and of the norm of s to what is pending."""
+        every = stages.group["slice_p"]
+        s, p0 = (local_tensor(stages.state[name]) for name in ("s", "p0"))
+        g = _sample(stages.whole_gradient(), every)
+        if stages.group["weight_decay"] and not stages.group["decouple"]:
+            g = g + float(stages.group["weight_decay"]) * _sample(stages.local, every).to(stages.dtype)
+        s.copy_(beta3 * s + weight * g)
+        product = g * (p0.to(stages.dtype) - _sample(stages.local, every).to(stages.dtype))
+        sums = torch.stack([share * product.sum(dtype=torch.float64), s.abs().sum(dtype=torch.float64)])
+        home = self.param_groups[0]["d_numerator"].device
+        placements = getattr(stages.p, "placements", None)
+        key = (id(getattr(stages.p, "device_mesh", None)), placements)
+        with self._lock:
+            known = self._pending.get(key)
+            self._pending[key] = (stages.p, sums.to(home) if known is None else known[1] + sums.to(home))
+
+    def finish_step(self) -> None:
+        """Updates the estimate from what all parameters have added since the last step."""
+        with self._lock:
+            pending, self._pending = self._pending, {}
+        if not pending:
+            return
+        group = self.param_groups[0]
+        sums = [sum_over_shards(part, p) for p, part in pending.values()]
+        added, denominator = torch.stack(sums).sum(0)
+        beta3 = math.sqrt(float(group["betas"][1])) if group["beta3"] is None else float(group["beta3"])
+        numerator = beta3 * group["d_numerator"] + added
+        d, d0 = group["d"], group["d0"]
+        d_hat = group["d_coef"] * numerator / denominator
+        first = torch.where(d == d0, torch.maximum(d, d_hat), d)
+        d_max = torch.maximum(group["d_max"], d_hat)
+        grown = torch.minimum(d_max, first * group["growth_rate"])
+        moved = denominator > 0  # all gradients so far are zero otherwise, and there is nothing to learn from them
+        values = {
+            "d": torch.where(moved, grown, d),
+            "d_max": torch.where(moved, d_max, group["d_max"]),
+            "d_numerator": numerator,
+            "d_denom": denominator,
+            "d_hat": torch.where(moved, d_hat, d),
+        }
+        for other in self.param_groups:
+            other.update(values)
+            other["k"] += 1
+
+
+def _sample(t: Tensor, every: int) -> Tensor:
+    """Every so many-th element in row-major order as a flat tensor, or the tensor itself for 1."""
+    return t if every == 1 else t.reshape(-1)[::every]
