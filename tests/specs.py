@@ -86,6 +86,14 @@ SPECS = [
         ({}, {"decouple": False}, {"use_bias_correction": True, "safeguard_warmup": True}),
         elementwise=False,
     ),
+    Spec(
+        # Its AdamW groups; tests/rules/test_muon.py has the matrices.
+        subulp.Muon,
+        lambda params, use_muon, **options: torch.optim.AdamW(params, betas=(0.9, 0.95), **options),
+        {"lr": 1e-2, "weight_decay": 0.1, "use_muon": False},
+        ({},),
+        elementwise=False,
+    ),
 ]
 
 ELEMENTWISE = [spec for spec in SPECS if spec.elementwise]

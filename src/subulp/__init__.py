@@ -12,6 +12,7 @@ from subulp.rules.adam import Adam
 from subulp.rules.adamw import AdamW
 from subulp.rules.came import CAME
 from subulp.rules.lion import Lion
+from subulp.rules.muon import Muon
 from subulp.rules.prodigy import Prodigy
 from subulp.rules.sgd import SGD
 from subulp.rules.signsgd import SignSGD
@@ -27,6 +28,7 @@ __all__ = [
     "AdamW",
     "FusedBackward",
     "Lion",
+    "Muon",
     "Prodigy",
     "SignSGD",
     "add_stochastic_",

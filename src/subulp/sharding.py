@@ -31,6 +31,24 @@ def like_state(t: Any, p: Tensor, spec: State) -> Any:
     return _part(t, p, spec.averaged) if whole and is_dtensor(p) else t
 
 
+def whole_of(local: Tensor, p: Tensor) -> Tensor:
+    """The whole of a tensor that is sharded as ``p``, from this process's part of it: a collective operation."""
+    if not is_dtensor(p):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    sharded: Any = p
+    stride = torch.empty(p.shape, device="meta").stride()
+    spread = DTensor.from_local(local, sharded.device_mesh, sharded.placements, shape=p.shape, stride=stride)
+    result: Tensor = spread.full_tensor()
+    return result
+
+
+def part_of(whole: Tensor, p: Tensor) -> Tensor:
+    """This process's part of a tensor of ``p``'s global shape, if it were sharded as ``p``."""
+    return local_tensor(_part(whole, p, None)) if is_dtensor(p) else whole
+
+
 def state_placements(p: Tensor, averaged: int | None) -> tuple[Any, ...] | None:
     """The placements of a state of ``p``; None if it is not sharded."""
     if not is_dtensor(p):

@@ -37,6 +37,21 @@ PLAIN = Rule(adamw, MOMENTS, scalars=7)
 AMSGRAD = Rule(adamw_amsgrad, (*MOMENTS, State("max_exp_avg_sq", squared=True)), scalars=7)
 
 
+def scalars_of(group: dict[str, Any], step: Any) -> tuple[Any, ...]:
+    """The scalar arguments of :func:`adamw`."""
+    lr = group["lr"]
+    beta1, beta2 = map(float, group["betas"])
+    return (
+        lr * group["weight_decay"],
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        group["eps"],
+        lr / (1 - beta1**step),
+        (1 - beta2**step) ** -0.5,
+    )
+
+
 class AdamW(Optimizer):
     r"""Adam with decoupled weight decay, every low-precision store stochastically rounded once.
 
@@ -98,14 +113,4 @@ class AdamW(Optimizer):
         return AMSGRAD if group["amsgrad"] else PLAIN
 
     def scalars(self, group: dict[str, Any], step: Any) -> tuple[Any, ...]:
-        lr = group["lr"]
-        beta1, beta2 = map(float, group["betas"])
-        return (
-            lr * group["weight_decay"],
-            1 - beta1,
-            beta2,
-            1 - beta2,
-            group["eps"],
-            lr / (1 - beta1**step),
-            (1 - beta2**step) ** -0.5,
-        )
+        return scalars_of(group, step)

@@ -1,0 +1,222 @@
+"""Muon: momentum, orthogonalised; AdamW for what is not a matrix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from subulp.optimizer import Optimizer, Params
+from subulp.options import (
+    Options,
+    as_real,
+    check_betas,
+    check_counter,
+    check_flag,
+    check_fraction,
+    check_nonnegative,
+    one_of,
+    optional,
+    tuple_of,
+)
+from subulp.rules.adamw import PLAIN as ADAMW
+from subulp.rules.adamw import scalars_of
+from subulp.rules.rule import Rule, State
+from subulp.sharding import part_of, whole_of
+from subulp.staged import StagedOptimizer, Stages
+
+BATCH = 1 << 24
+"""Elements of the matrices that are orthogonalised together, at most."""
+
+
+def average(g, b, one_minus_momentum):  # type: ignore[no-untyped-def]
+    return b + one_minus_momentum * (g - b)
+
+
+def muon(p, g, o, b, decay, step_size, one_minus_momentum):  # type: ignore[no-untyped-def]
+    return p - (decay * p + step_size * o), average(g, b, one_minus_momentum)
+
+
+MUON = Rule(muon, (State("momentum_buffer"),), reads=2, scalars=3)
+
+
+def _check_real(what: str, value: Any) -> Any:
+    as_real(what, value)
+    return value
+
+
+def _check_steps(what: str, value: Any) -> int:
+    if check_counter(what, value, 32) >= 100:
+        raise ValueError(f"{what}={value!r}: must be below 100.")
+    return int(value)
+
+
+class Muon(StagedOptimizer):
+    r"""Momentum orthogonalised by Newton-Schulz, with the semantics of ``torch.optim.Muon``; AdamW for other groups.
+
+    For a matrix, in fp32, with gradient :math:`g` and stored :math:`p, b`:
+
+    .. math::
+        b' &= b + (1-\mu)(g - b) \qquad u = g + \mu(b' - g) \quad (\text{without nesterov } u = b') \\
+        O &= \mathrm{NS}(u) \qquad p' = p - \eta\lambda p - \eta\, r\, O
+
+    stored as :math:`\mathrm{SR}(p'), \mathrm{SR}(b')`. NS is the quintic Newton-Schulz iteration in bf16, as in torch;
+    matrices of one shape are iterated together. r is :math:`\sqrt{\max(1, \text{rows}/\text{columns})}` or, with
+    ``adjust_lr_fn="match_rms_adamw"``, :math:`0.2\sqrt{\max(\text{rows}, \text{columns})}`.
+
+    Groups with ``use_muon=False`` (or ``optim_type`` "adam" or "adamw") take :class:`subulp.AdamW`'s update with their
+    ``betas`` and ``eps`` (1e-8 unless given)::
+
+        subulp.Muon([{"params": matrices}, {"params": rest, "use_muon": False, "lr": 3e-4}], lr=0.02)
+
+    Matrix products are not the same bits on every device and library, so neither is O; for one device they are, and the
+    noise of the stores is the same everywhere. A sharded matrix (FSDP2, tensor parallel) is gathered, and every process
+    orthogonalises the whole.
+
+    Args:
+        params: tensors, ``(name, tensor)`` pairs or groups, as in ``torch.optim``.
+        lr: :math:`\eta`.
+        weight_decay: :math:`\lambda`.
+        momentum: :math:`\mu` in [0, 1).
+        nesterov: see above.
+        ns_coefficients: of the iteration.
+        eps: the least norm by which u is divided (in AdamW groups AdamW's eps).
+        ns_steps: iterations, below 100.
+        adjust_lr_fn: None or "original", or "match_rms_adamw", see above.
+        betas: of AdamW groups.
+        use_muon: the default of groups.
+        options: the options that every optimizer shares, see :class:`subulp.options.Options`.
+
+    State, per parameter: ``step`` (0-d fp32), ``momentum_buffer`` (or ``exp_avg``, ``exp_avg_sq``), dtypes by
+    ``state_dtype``; ``stream`` (int). Checkpoints of ``torch.optim.Muon`` load.
+
+    Raises:
+        ValueError: a parameter in a Muon group is not a matrix.
+
+    Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); ``torch.optim.Muon``;
+    ``match_rms_adamw``: Liu et al., "Muon is Scalable for LLM Training" (arXiv 2502.16982).
+    """
+
+    hyperparameters: ClassVar[dict[str, Any]] = {
+        "weight_decay": check_nonnegative,
+        "momentum": check_fraction,
+        "nesterov": check_flag,
+        "ns_coefficients": tuple_of(_check_real, _check_real, _check_real),
+        "eps": check_nonnegative,
+        "ns_steps": _check_steps,
+        "adjust_lr_fn": optional(one_of("original", "match_rms_adamw")),
+        "betas": check_betas,
+        "use_muon": check_flag,
+    }
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Any = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Sequence[float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        betas: Sequence[float] = (0.9, 0.95),
+        use_muon: bool = True,
+        **options: Unpack[Options],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "betas": betas,
+            "use_muon": use_muon,
+        }
+        super().__init__(params, defaults, options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        kind = param_group.get("optim_type")
+        if isinstance(kind, str):
+            param_group.setdefault("use_muon", not kind.lower().startswith("adam"))
+        if not param_group.get("use_muon", self.defaults["use_muon"]):
+            param_group.setdefault("eps", 1e-8)
+        super().add_param_group(param_group)
+
+    def _check(self, group: dict[str, Any], where: str) -> None:
+        super()._check(group, where)
+        for p in group.get("params", ()):
+            if group["use_muon"] and p.requires_grad and p.dim() != 2:
+                raise ValueError(
+                    f"A parameter has shape {tuple(p.shape)}{where}: Muon orthogonalises matrices. Put it in a group with "
+                    "use_muon=False, which is updated as by AdamW."
+                )
+
+    def rule(self, group: dict[str, Any]) -> Rule:
+        return MUON if group["use_muon"] else ADAMW
+
+    def scalars(self, group: dict[str, Any], step: Any) -> tuple[Any, ...]:
+        return scalars_of(group, step)  # of AdamW groups
+
+    def _prepared(self, number: int | None, group: dict[str, Any], params: Sequence[Tensor]) -> Callable[[], None]:
+        if group["use_muon"]:
+            return super()._prepared(number, group, params)
+        return Optimizer._prepared(self, number, group, params)
+
+    def update_all(self, parameters: list[Stages]) -> None:
+        for batch in _batches(parameters):
+            group = batch[0].group
+            matrices = torch.stack([whole_of(_direction(stages), stages.p).bfloat16() for stages in batch])
+            orthogonal = _newton_schulz(matrices, group["ns_coefficients"], group["ns_steps"], group["eps"])
+            lr = float(group["lr"])
+            scalars = (lr * group["weight_decay"], lr * _adjustment(group, batch[0].shape), 1 - group["momentum"])
+            for stages, whole in zip(batch, orthogonal, strict=True):
+                o = part_of(whole, stages.p)
+                for start, stop in stages.blocks():
+                    reads = [stages.gradient(start, stop), stages.rows(o, start, stop)]
+                    stages.store(MUON, reads, scalars, start, stop)
+
+
+def _batches(parameters: list[Stages]) -> Iterator[list[Stages]]:
+    """Parameters of one shape and device, in the order of their first ones, at most BATCH elements together."""
+    alike: dict[Any, list[Stages]] = {}
+    for stages in parameters:
+        alike.setdefault((stages.shape, stages.local.device), []).append(stages)
+    for members in alike.values():
+        size = max(1, BATCH // members[0].numel)
+        yield from (members[i : i + size] for i in range(0, len(members), size))
+
+
+def _direction(stages: Stages) -> Tensor:
+    momentum = float(stages.group["momentum"])
+    g = stages.whole_gradient()
+    rows = stages.local.shape[0]
+    b = average(g, stages.rows(stages.state["momentum_buffer"], 0, rows).to(stages.dtype), 1 - momentum)
+    result: Tensor = g + momentum * (b - g) if stages.group["nesterov"] else b
+    return result
+
+
+def _newton_schulz(x: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
+    """The iteration ``x <- a x + (b G + c G^2) x`` with ``G = x x^T`` on matrices (batch, rows, columns) of norm 1."""
+    a, b, c = map(float, coefficients)
+    tall = x.size(-2) > x.size(-1)
+    if tall:
+        x = x.mT
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def _adjustment(group: dict[str, Any], shape: Sequence[int]) -> float:
+    if group["adjust_lr_fn"] == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(shape))
+    return math.sqrt(max(1.0, shape[0] / shape[1]))
