@@ -1,5 +1,6 @@
 """subulp: optimizers that train models held entirely in low precision at fp32 quality."""
 
+from subulp.convert import convert
 from subulp.numerics.rounding import (
     add_stochastic_,
     addcdiv_stochastic_,
@@ -33,6 +34,7 @@ __all__ = [
     "SignSGD",
     "add_stochastic_",
     "addcdiv_stochastic_",
+    "convert",
     "copy_stochastic_",
     "lerp_stochastic_",
     "round_stochastic",
