@@ -142,7 +142,9 @@ class Adafactor(StagedOptimizer):
         super()._check(group, where)
         if group["semantics"] == "torch":
             return
-        if group["lr"] is None and not group["relative_step"]:
+        if (
+            group["lr"] is None and not group["relative_step"] and "params" in group
+        ):  # groups may bring rates of their own
             raise ValueError(f"lr=None with relative_step=False{where}: nothing sets the step size. Pass one of them.")
         if group["warmup_init"] and not group["relative_step"]:
             raise ValueError(
