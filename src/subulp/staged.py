@@ -13,6 +13,7 @@ from torch import Tensor
 
 from subulp.backends import registry
 from subulp.backends.bucket import single
+from subulp.backends.sums import square_sum
 from subulp.checks import check_grad, check_param, check_state
 from subulp.numerics.views import flat_views
 from subulp.optimizer import Optimizer
@@ -77,7 +78,7 @@ class Stages:
         """Of all elements, over all processes, of a tensor that ``part`` gives in blocks: fp64, 0-d, on the device."""
         total = torch.zeros((), dtype=torch.float64, device=self.local.device)
         for start, stop in self.blocks():
-            total += part(start, stop).to(self.dtype).square().sum(dtype=torch.float64)
+            total += square_sum(part(start, stop))
         return (sum_over_shards(total, self.p) / self.numel).sqrt()
 
     def store(

@@ -90,7 +90,7 @@ class Launch:
             np.float32(factor),
         )
         threads = min(torch.get_num_threads(), -(-self.elements // ELEMENTS_PER_THREAD), len(self.chunks))
-        helpers = [_threads().submit(self.kernel, *arguments) for _ in range(threads - 1)]
+        helpers = [thread_pool().submit(self.kernel, *arguments) for _ in range(threads - 1)]
         self.kernel(*arguments)
         for helper in helpers:
             helper.result()
@@ -120,7 +120,7 @@ def advance(pointers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return result
 
 
-def _threads() -> ThreadPoolExecutor:
+def thread_pool() -> ThreadPoolExecutor:
     global _pool
     if _pool is None:
         _pool = ThreadPoolExecutor(max(32, os.cpu_count() or 1), thread_name_prefix="subulp")

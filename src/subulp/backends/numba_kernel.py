@@ -221,13 +221,20 @@ def _formula_key(function: Callable[..., Any]) -> Any:
     return code.co_code, code.co_consts, code.co_names, helpers
 
 
-def _jit(function: Callable[..., Any], signature: Any) -> Any:
+def cached_jit(function: Callable[..., Any], signature: Any, *key: str, **options: Any) -> Any:
+    """A function compiled now, cached under its code and the key."""
+    code = function.__code__
+    twin = _specialise(function, {}, _content_key(code.co_code, code.co_consts, code.co_names, *key))
+    return _jit(twin, signature, **options)
+
+
+def _jit(function: Callable[..., Any], signature: Any, **more: Any) -> Any:
     """Compiles now, through the cache on disk where there is a writable place for it.
 
     The function's name, and so that of its cache files, must be unique: Numba numbers the files of one function without a
     lock, and processes that compile different specialisations at once could end up with each other's.
     """
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", **more}
     try:
         return njit(signature, cache=True, **options)(function)
     except (RuntimeError, OSError):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from subulp.backends.sums import square_sums
 from subulp.numerics.ops import div, sqrt
 from subulp.rules.rule import State
 from subulp.sharding import sum_over_shards
@@ -85,12 +86,12 @@ def _mean_squares(stages: Stages, values: Blocks) -> tuple[Tensor, Tensor]:
     row = torch.zeros(shape[:-1], dtype=torch.float64, device=stages.local.device)
     col = torch.zeros((*shape[:-2], shape[-1]), dtype=torch.float64, device=stages.local.device)
     for start, stop in stages.blocks():
-        squares = values(start, stop).square()
-        row[start:stop] = squares.sum(-1, dtype=torch.float64)
+        by_row, by_col = square_sums(values(start, stop))
+        row[start:stop] = by_row
         if dims == 2:
-            col += squares.sum(0, dtype=torch.float64)
+            col += by_col
         else:
-            col[start:stop] = squares.sum(-2, dtype=torch.float64)
+            col[start:stop] = by_col
     sum_over_shards(row, stages.p, {dims - 1})
     sum_over_shards(col, stages.p, {dims - 2})
     return row / stages.shape[-1], col / stages.shape[-2]
