@@ -118,6 +118,7 @@ class Optimizer(torch.optim.Optimizer):
 
     # State
 
+    @torch.no_grad()
     def init_state(self) -> None:
         """Makes the state of every trainable parameter now (it is otherwise made at the parameter's first gradient)."""
         for group in self.param_groups:

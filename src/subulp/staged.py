@@ -21,7 +21,7 @@ from subulp.rules.rule import Rule
 from subulp.sharding import placed_like, sum_over_shards
 from subulp.torch_internals import global_block, local_tensor
 
-BLOCK = {"cpu": 1 << 18}
+BLOCK = {"cpu": 1 << 19}
 """Elements of a block: on a CPU its fp32 temporaries should stay in the cache."""
 
 ACCELERATOR_BLOCK = 1 << 25
