@@ -67,6 +67,9 @@ class Trainer:
         self.optimizer = adapter.create_optimizer(self.net.groups(), config, backup and backup["optimizer"])
         self.accumulation = accumulation
         self.micro_step = 0
+        self.ema = subulp.EMA(self.net.named_parameters(), decay=0.9)
+        if backup is not None:
+            self.ema.load_state_dict(backup["ema"])
         self.fused = fused
         if fused:
             assert self.optimizer.supports_fused_back_pass
@@ -97,13 +100,14 @@ class Trainer:
                                 torch.nn.utils.clip_grad_norm_(p, 1.0)
                     self.optimizer.step()
                     self.optimizer.zero_grad(set_to_none=True)
+                    self.ema.step(self.net.parameters(), step)
                     for p in self.net.unet.parameters():  # layer offload re-points the weights
                         p.data = p.data.clone()
                 self.micro_step += 1
 
     def backup(self) -> dict[str, Any]:
         state = {**self.optimizer.state_dict(), "param_group_mapping": ["unet", "lora", "embedding"]}
-        return {"model": self.net.state_dict(), "optimizer": state}
+        return {"model": self.net.state_dict(), "optimizer": state, "ema": self.ema.state_dict()}
 
 
 CONFIGS: list[dict[str, Any]] = [
@@ -126,6 +130,7 @@ all_configs = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: conf
 
 
 def check_equal(a: Trainer, b: Trainer) -> None:
+    assert all(map(same_bits, a.ema.ema_parameters, b.ema.ema_parameters))
     for (name, p), q in zip(a.net.named_parameters(), b.net.parameters(), strict=True):
         assert same_bits(p.detach(), q.detach()), name
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -66,12 +67,11 @@ def test_the_mean_in_bf16_follows_fp32(spec):
 @elementwise
 def test_decay_alone_follows_its_closed_form(spec):
     """Zero gradients. Decoupled decay, and SGD's: p shrinks by lr * decay a step. Adam's goes through its moments."""
+    options: dict[str, Any] = {}
     if spec.cls is subulp.Adam:
         options = {"decoupled_weight_decay": True}
     elif spec.cls is subulp.SGD:
         options = {"momentum": 0.0}
-    else:
-        options = {}
     steps, count = 500, 4096
     p = Parameter(torch.full((count,), 0.7, dtype=torch.bfloat16))
     start = float(p.detach()[0])
