@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
 from difflib import get_close_matches
+from importlib import import_module
 from typing import Any
 
 from subulp.optimizer import Optimizer, Params
-from subulp.rules.adafactor import Adafactor
-from subulp.rules.adam import Adam
-from subulp.rules.adamw import AdamW
-from subulp.rules.came import CAME
-from subulp.rules.lion import Lion
-from subulp.rules.muon import Muon
-from subulp.rules.prodigy import Prodigy
-from subulp.rules.sgd import SGD
-from subulp.rules.signsgd import SignSGD
-
-OPTIMIZERS: Mapping[str, type[Optimizer]] = {
-    cls.__name__.lower(): cls for cls in (Adafactor, Adam, AdamW, CAME, Lion, Muon, Prodigy, SGD, SignSGD)
-}
 
 _WORDS = {"true": True, "false": False, "yes": True, "no": False, "none": None, "null": None, "inf": float("inf")}
 
@@ -41,12 +28,20 @@ def from_config(name: str, params: Params, **kwargs: Any) -> Optimizer:
         ValueError: no optimizer has this name; the message has the nearest ones.
         TypeError: a keyword does not exist; the message has the nearest ones.
     """
+    known = _exported()
     key = str(name).rpartition(".")[2].lower().replace("-", "").replace("_", "")
-    if key not in OPTIMIZERS:
-        near = get_close_matches(key, OPTIMIZERS, n=3, cutoff=0.5) or sorted(OPTIMIZERS)
-        names = " or ".join(OPTIMIZERS[n].__name__ for n in near)
+    if key not in known:
+        near = get_close_matches(key, known, n=3, cutoff=0.5) or sorted(known)
+        names = " or ".join(known[n].__name__ for n in near)
         raise ValueError(f"There is no optimizer {name!r}. Did you mean {names}?")
-    return OPTIMIZERS[key](params, **{option: _spelled(value) for option, value in kwargs.items()})
+    return known[key](params, **{option: _spelled(value) for option, value in kwargs.items()})
+
+
+def _exported() -> dict[str, type[Optimizer]]:
+    """The optimizers among the library's public names, by name in lower case."""
+    library = import_module("subulp")
+    exported = (getattr(library, name) for name in library.__all__)
+    return {cls.__name__.lower(): cls for cls in exported if isinstance(cls, type) and issubclass(cls, Optimizer)}
 
 
 def _spelled(value: Any) -> Any:
