@@ -19,7 +19,7 @@ from tests.specs import SPECS
 all_optimizers = pytest.mark.parametrize("spec", SPECS, ids=str)
 
 
-def net() -> nn.Module:
+def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).bfloat16()
 
