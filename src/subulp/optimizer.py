@@ -90,6 +90,10 @@ class Optimizer(torch.optim.Optimizer):
         except Exception:
             del self.param_groups[groups:]
             raise
+        lr = self.param_groups[groups]["lr"]
+        if isinstance(lr, Tensor) and any(group["lr"] is lr for group in self.param_groups[:groups]):
+            # Schedulers write into it: each group needs its own (pytorch issue 126854).
+            self.param_groups[groups]["lr"] = lr.clone()
 
     def _check(self, group: dict[str, Any], where: str) -> None:
         """Raises if a hyper-parameter breaks its rule; brings the options to their normal form."""
