@@ -69,6 +69,10 @@ class Stages:
         block = self.rows(self._grad, start, stop).to(self.dtype)
         return block if self._factor == 1 else block * self._factor
 
+    def stored_gradient(self, start: int, stop: int) -> Tensor:
+        """:meth:`gradient`, but in the dtype that the gradient is stored in if there is no factor."""
+        return self.rows(self._grad, start, stop) if self._factor == 1 else self.gradient(start, stop)
+
     def whole_gradient(self) -> Tensor:
         """:meth:`gradient` of all rows of this process."""
         rows = self.local.shape[0] if self.local.dim() > 0 else 1
@@ -79,6 +83,10 @@ class Stages:
         total = torch.zeros((), dtype=torch.float64, device=self.local.device)
         for start, stop in self.blocks():
             total += square_sum(part(start, stop))
+        return self.root_of_mean(total)
+
+    def root_of_mean(self, total: Tensor) -> Tensor:
+        """The square root of a sum over this process's elements, summed over processes and divided by all elements."""
         return (sum_over_shards(total, self.p) / self.numel).sqrt()
 
     def store(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import types as python_types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -221,11 +221,14 @@ def _formula_key(function: Callable[..., Any]) -> Any:
     return code.co_code, code.co_consts, code.co_names, helpers
 
 
-def cached_jit(function: Callable[..., Any], signature: Any, *key: str, **options: Any) -> Any:
-    """A function compiled now, cached under its code and the key."""
-    code = function.__code__
-    twin = _specialise(function, {}, _content_key(code.co_code, code.co_consts, code.co_names, *key))
-    return _jit(twin, signature, **options)
+def cached_jit(
+    function: Callable[..., Any], signature: Any, *key: str, inner: Sequence[Callable[..., Any]] = (), **options: Any
+) -> Any:
+    """A function compiled now, cached under its code and the key. ``options`` do not reach the ``inner`` functions."""
+    codes = [(f.__code__.co_code, f.__code__.co_consts, f.__code__.co_names) for f in (function, *inner)]
+    number = _content_key(*codes, *key)
+    names = {f.__name__: _inner(f, {}, number) for f in inner}
+    return _jit(_specialise(function, names, number), signature, **options)
 
 
 def _jit(function: Callable[..., Any], signature: Any, **more: Any) -> Any:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -51,6 +52,36 @@ def row_and_col_sums(x, row, col):  # type: ignore[no-untyped-def]
         row[i] = total
 
 
+def weigh(r, c, x):  # type: ignore[no-untyped-def]
+    return r * c * x
+
+
+def deviate(r, c, x, y, factor):  # type: ignore[no-untyped-def]
+    return r * c * x - y * factor
+
+
+def weighted_sums(x, r, row, c, col):  # type: ignore[no-untyped-def]
+    for i in range(x.shape[0]):
+        total = 0.0
+        for j in range(x.shape[1]):
+            value = weigh(r[i], c[j], _value(x[i, j]))
+            square = np.float64(value * value)
+            total += square
+            col[j] += square
+        row[i] = total
+
+
+def deviation_sums(x, r, row, y, c, factor, col):  # type: ignore[no-untyped-def]
+    for i in range(x.shape[0]):
+        total = 0.0
+        for j in range(x.shape[1]):
+            value = deviate(r[i], c[j], _value(x[i, j]), _value(y[i, j]), factor)
+            square = np.float64(value * value)
+            total += square
+            col[j] += square
+        row[i] = total
+
+
 def total_sum(x):  # type: ignore[no-untyped-def]
     total = 0.0
     for j in range(x.shape[0]):
@@ -66,18 +97,47 @@ def _row_and_col(element: Any) -> Any:
 
 
 @cache
+def _weighted(element: Any) -> Any:
+    vector, sums = types.float32[::1], types.float64[::1]
+    signature = types.void(element[:, ::1], vector, sums, vector, sums)
+    return cached_jit(weighted_sums, signature, str(element), inner=(weigh,), **_OPTIONS)
+
+
+@cache
+def _deviation(element: Any, other: Any) -> Any:
+    vector, sums = types.float32[::1], types.float64[::1]
+    signature = types.void(element[:, ::1], vector, sums, other[:, ::1], vector, types.float32, sums)
+    return cached_jit(deviation_sums, signature, f"{element} {other}", inner=(deviate,), **_OPTIONS)
+
+
+@cache
 def _total(element: Any) -> Any:
     return cached_jit(total_sum, types.float64(element[::1]), str(element), **_OPTIONS)
 
 
 def row_and_col(x: Array) -> tuple[Array, Array]:
     """Sums of squares of each row and each column."""
-    kernel = _row_and_col(_ELEMENTS[x.dtype])
+    return _by_rows(_row_and_col(_ELEMENTS[x.dtype]), [x], [])
+
+
+def weighted(x: Array, r: Array, c: Array, y: Array | None, factor: float | None) -> tuple[Array, Array]:
+    """The same of ``r * c * x``, minus ``factor * y`` if given."""
+    if y is None or factor is None:
+        return _by_rows(_weighted(_ELEMENTS[x.dtype]), [x, r], [c])
+    return _by_rows(_deviation(_ELEMENTS[x.dtype], _ELEMENTS[y.dtype]), [x, r], [c, np.float32(factor)], [y])
+
+
+def _by_rows(kernel: Any, by_row: list[Array], shared: list[Any], after: Sequence[Array] = ()) -> tuple[Array, Array]:
+    """Runs ``kernel(*by_row, row sums, *after, *shared, column sums)`` on a part of the rows in each thread."""
+    x = by_row[0]
     row = np.empty(x.shape[0])
     count = min(torch.get_num_threads(), len(row), -(-x.size // ELEMENTS_PER_THREAD))
     bounds = [len(row) * k // count for k in range(count + 1)]
     cols = np.zeros((count, x.shape[1]))
-    parts = [(x[a:b], row[a:b], cols[k]) for k, (a, b) in enumerate(pairwise(bounds))]
+    parts = [
+        (*(t[a:b] for t in by_row), row[a:b], *(t[a:b] for t in after), *shared, cols[k])
+        for k, (a, b) in enumerate(pairwise(bounds))
+    ]
     helpers = [thread_pool().submit(kernel, *part) for part in parts[1:]]
     kernel(*parts[0])
     for helper in helpers:

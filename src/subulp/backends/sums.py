@@ -23,6 +23,26 @@ def square_sums(block: Tensor) -> tuple[Tensor, Tensor]:
     return squares.sum(-1, dtype=torch.float64), squares.sum(-2, dtype=torch.float64)
 
 
+def weighted_square_sums(
+    block: Tensor, by_row: Tensor, by_col: Tensor, other: Tensor | None = None, factor: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """:func:`square_sums` of ``by_row * by_col * block``, minus ``factor * other`` if given, all in fp32.
+
+    Shapes: ``by_row`` (..., rows, 1), ``by_col`` (..., 1, columns), ``factor`` 0-d.
+    """
+    tensors = [block] if other is None else [block, other]
+    if block.dim() == 2 and by_row.dtype == torch.float32 and all(map(_is_native, tensors)):
+        native: Any = _kernels()
+        scale = None if factor is None else float(factor)
+        arrays = [_as_array(t) for t in (block, by_row.reshape(-1), by_col.reshape(-1))]
+        row, col = native.weighted(*arrays, None if other is None else _as_array(other), scale)
+        return torch.from_numpy(row), torch.from_numpy(col)
+    values = by_row * by_col * block.to(by_row.dtype)
+    if other is not None and factor is not None:
+        values = values - other.to(by_row.dtype) * factor
+    return square_sums(values)
+
+
 def square_sum(block: Tensor) -> Tensor:
     """The sum of all squares: fp64, 0-d."""
     if _is_native(block):

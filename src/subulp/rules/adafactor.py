@@ -22,7 +22,7 @@ from subulp.options import (
     optional,
     tuple_of,
 )
-from subulp.rules.factored import factored_states, inverse_root, whole_state
+from subulp.rules.factored import factored_states, inverse_root, size_of_update, update_of, whole_state
 from subulp.rules.rule import Rule, State
 from subulp.staged import StagedOptimizer, Stages
 
@@ -171,12 +171,9 @@ class Adafactor(StagedOptimizer):
         if group["semantics"] == "torch":
             floor, clamp = 0.0, torch.finfo(stages.p.dtype).eps if floor is None else floor
         inverse = inverse_root(stages, "exp_avg_sq", stages.gradient, beta2, floor, clamp)
-
-        def direction(start: int, stop: int) -> Tensor:
-            return inverse(start, stop).mul_(stages.gradient(start, stop))
-
+        direction = update_of(stages, inverse)
         lr = _step_size(group, step, rms)
-        clip = (stages.root_mean_square(direction) / group["clip_threshold"]).clamp(min=1.0)
+        clip = (size_of_update(stages, inverse) / group["clip_threshold"]).clamp(min=1.0)
         decay = group["weight_decay"] * (group["lr"] if group["semantics"] == "torch" else lr)
         beta1 = group["beta1"]
         scalars = (lr / clip, decay) if beta1 is None else ((1 - beta1) * lr / clip, decay, beta1)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from torch import Tensor
 from typing_extensions import Unpack
 
+from subulp.backends.sums import weighted_square_sums
 from subulp.optimizer import Params
 from subulp.options import Options, check_fraction, check_nonnegative, check_positive, tuple_of
-from subulp.rules.factored import factored_states, inverse_root, whole_state
+from subulp.rules.factored import OuterProduct, factored_states, inverse_root, size_of_update, update_of, whole_state
 from subulp.rules.rule import Rule, State
 from subulp.staged import StagedOptimizer, Stages
 
@@ -109,33 +110,32 @@ class CAME(StagedOptimizer):
         beta1, beta2, beta3 = map(float, group["betas"])
         lr = float(group["lr"])
         inverse = inverse_root(stages, "exp_avg_sq", stages.gradient, beta2, group["eps"][0])
-
-        def direction(start: int, stop: int) -> Tensor:
-            return inverse(start, stop).mul_(stages.gradient(start, stop))
-
-        clip = (stages.root_mean_square(direction) / group["clip_threshold"]).clamp(min=1.0)
+        direction = update_of(stages, inverse)
+        clip = (size_of_update(stages, inverse) / group["clip_threshold"]).clamp(min=1.0)
         share = (1 - beta1) / clip
         scalars = (beta1, share, lr, lr * group["weight_decay"])
         if len(stages.shape) < 2:
             for start, stop in stages.blocks():
                 stages.store(WHOLE, [direction(start, stop)], scalars, start, stop)
             return
-        factor = clip.to(stages.dtype)
+        outer = cast(OuterProduct, inverse)  # of every parameter with two dimensions or more
+        factor, kept = clip.to(stages.dtype), stages.state["exp_avg"]
 
-        def deviation(start: int, stop: int) -> Tensor:
+        def deviation(start: int, stop: int) -> tuple[Tensor, Tensor]:
             # u / clip - m' = beta1 / clip * (u - clip * m): the factor is taken out of the means.
-            m = stages.rows(stages.state["exp_avg"], start, stop).to(stages.dtype)
-            return direction(start, stop).sub_(m * factor)
+            g, m = stages.stored_gradient(start, stop), stages.rows(kept, start, stop)
+            return weighted_square_sums(g, *outer.factors(start, stop), m, factor)
 
         correction = 1 - beta3**stages.step if group["bias_correction"] else 1.0
         weight = inverse_root(
             stages,
             "exp_avg_res",
-            deviation,
+            stages.gradient,
             beta3,
             group["eps"][1],
             scale=(beta1 / clip) ** 2,
             correction=correction,
+            sums=deviation,
         )
         for start, stop in stages.blocks():
             stages.store(FACTORED, [direction(start, stop), weight(start, stop)], scalars, start, stop)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from subulp.backends.sums import square_sums
+from subulp.backends.sums import square_sums, weighted_square_sums
 from subulp.numerics.ops import div, sqrt
 from subulp.rules.rule import State
 from subulp.sharding import sum_over_shards
@@ -16,6 +16,25 @@ from subulp.torch_internals import local_tensor
 
 Blocks = Callable[[int, int], Tensor]
 """A tensor of the parameter's shape by blocks of rows."""
+
+Sums = Callable[[int, int], tuple[Tensor, Tensor]]
+"""Sums of the squares of such a tensor over its last and its last but one dimension, by blocks of rows."""
+
+
+class OuterProduct:
+    """``by_row * by_col`` by blocks of rows, as new tensors."""
+
+    def __init__(self, by_row: Tensor, by_col: Tensor) -> None:
+        self._by_row = by_row
+        self._by_col = by_col
+
+    def __call__(self, start: int, stop: int) -> Tensor:
+        by_row, by_col = self.factors(start, stop)
+        return by_row * by_col
+
+    def factors(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Shapes (..., rows, 1) and (..., 1, columns)."""
+        return self._by_row[start:stop], self._by_col if self._by_row.dim() == 2 else self._by_col[start:stop]
 
 
 def factored_states(name: str) -> tuple[State, ...]:
@@ -37,6 +56,7 @@ def inverse_root(
     clamp: float | None = None,
     scale: Tensor | float = 1.0,
     correction: float = 1.0,
+    sums: Sums | None = None,
 ) -> Blocks:
     """Updates the second moment ``name`` with the squares of ``values``; returns blocks of ``1 / sqrt(v)``, as new tensors.
 
@@ -47,7 +67,7 @@ def inverse_root(
     """
     if len(stages.shape) < 2:
         return _whole(stages, name, values, beta2, floor, clamp)
-    row, col = _mean_squares(stages, values)
+    row, col = _mean_squares(stages, sums or (lambda start, stop: square_sums(values(start, stop))))
     kept_row, kept_col = (local_tensor(stages.state[f"{name}_{key}"]) for key in ("row", "col"))
     for kept, mean in ((kept_row, row), (kept_col, col)):
         kept.copy_(beta2 * kept.double() + (1 - beta2) * (scale * mean + floor))
@@ -57,14 +77,11 @@ def inverse_root(
     if clamp is not None:
         by_row = (exact / mean_row.clamp(min=clamp)).to(stages.dtype).unsqueeze(-1)
         by_col = kept_col.to(stages.dtype).unsqueeze(-2)
-        return lambda start, stop: _clamped_root(_outer(by_row, by_col, start, stop), clamp)
+        outer = OuterProduct(by_row, by_col)
+        return lambda start, stop: _clamped_root(outer(start, stop), clamp)
     by_row = (exact / mean_row).rsqrt().to(stages.dtype).unsqueeze(-1)
     by_col = (kept_col.double() / correction).rsqrt().to(stages.dtype).unsqueeze(-2)
-    return lambda start, stop: _outer(by_row, by_col, start, stop)
-
-
-def _outer(by_row: Tensor, by_col: Tensor, start: int, stop: int) -> Tensor:
-    return by_row[start:stop] * (by_col if by_row.dim() == 2 else by_col[start:stop])
+    return OuterProduct(by_row, by_col)
 
 
 def _clamped_root(v: Tensor, clamp: float) -> Tensor:
@@ -80,13 +97,13 @@ def _whole(stages: Stages, name: str, values: Blocks, beta2: float, floor: float
     return lambda start, stop: _clamped_root(stages.rows(v, start, stop).clone(), clamp or 0.0)
 
 
-def _mean_squares(stages: Stages, values: Blocks) -> tuple[Tensor, Tensor]:
-    """Means (fp64) of the squares over the last and the last but one dimension of the whole parameter."""
+def _mean_squares(stages: Stages, sums: Sums) -> tuple[Tensor, Tensor]:
+    """Means (fp64) of squares over the last and the last but one dimension of the whole parameter."""
     shape, dims = stages.local.shape, len(stages.shape)
     row = torch.zeros(shape[:-1], dtype=torch.float64, device=stages.local.device)
     col = torch.zeros((*shape[:-2], shape[-1]), dtype=torch.float64, device=stages.local.device)
     for start, stop in stages.blocks():
-        by_row, by_col = square_sums(values(start, stop))
+        by_row, by_col = sums(start, stop)
         row[start:stop] = by_row
         if dims == 2:
             col += by_col
@@ -95,3 +112,19 @@ def _mean_squares(stages: Stages, values: Blocks) -> tuple[Tensor, Tensor]:
     sum_over_shards(row, stages.p, {dims - 1})
     sum_over_shards(col, stages.p, {dims - 2})
     return row / stages.shape[-1], col / stages.shape[-2]
+
+
+def update_of(stages: Stages, inverse: Blocks) -> Blocks:
+    """``u = g / sqrt(v)``, from blocks of ``1 / sqrt(v)``."""
+    return lambda start, stop: inverse(start, stop).mul_(stages.gradient(start, stop))
+
+
+def size_of_update(stages: Stages, inverse: Blocks) -> Tensor:
+    """The root mean square of u over the whole parameter: fp64, 0-d, on its device."""
+    if not isinstance(inverse, OuterProduct):
+        return stages.root_mean_square(update_of(stages, inverse))
+    total = torch.zeros((), dtype=torch.float64, device=stages.local.device)
+    for start, stop in stages.blocks():
+        by_row, _ = weighted_square_sums(stages.stored_gradient(start, stop), *inverse.factors(start, stop))
+        total += by_row.sum()
+    return stages.root_of_mean(total)
