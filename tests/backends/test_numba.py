@@ -1,6 +1,5 @@
 """The Numba backend gives the bits of the eager backend, for every dtype mix, size, layout, border and thread count."""
 
-import itertools
 import os
 import subprocess
 import sys
@@ -59,9 +58,14 @@ def test_dtype_mixes_and_sizes(dtypes, stochastic):
         compare(PLAIN, tensors(PLAIN, dtypes, (size,)), ADAMW_SCALARS, stochastic)
 
 
+FORMATS = (B, H, F)
+PAIRWISE = [tuple(FORMATS[k % 3] for k in (i, j, i + j, i + 2 * j)) for i in range(3) for j in range(3)]
+"""An orthogonal array: every two of parameter, exp_avg, exp_avg_sq and gradient meet in each combination of dtypes."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dtypes", list(itertools.product((B, H, F), repeat=4)), ids=str)
-def test_every_dtype_mix(dtypes):
+@pytest.mark.parametrize("dtypes", PAIRWISE, ids=str)
+def test_every_pair_of_dtypes(dtypes):
     compare(PLAIN, tensors(PLAIN, dtypes, (1001,)), ADAMW_SCALARS)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -192,6 +192,10 @@ class Prodigy(StagedOptimizer):
         beta1, beta2 = map(float, group["betas"])
         k = group["k"] + 1
         return math.sqrt(1 - beta2**k) / (1 - beta1**k) if group["use_bias_correction"] else 1.0
+
+    def _prepared(self, number: int | None, group: dict[str, Any], params: Sequence[Tensor]) -> Callable[[], None]:
+        self._rate()  # raises before anything changes
+        return super()._prepared(number, group, params)
 
     def update(self, stages: Stages) -> None:
         group = stages.group
