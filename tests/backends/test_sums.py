@@ -78,7 +78,7 @@ def test_weighted_sums_are_those_of_the_products_in_fp32(dtype, other_dtype, sha
     factor = None if other is None else torch.tensor(1.7)
     row, col = sums.weighted_square_sums(x, by_row, by_col, other, factor)
     values = by_row * by_col * x.float()
-    if other is not None:
+    if other is not None and factor is not None:
         values = values - other.float() * factor
     squares = values.square().double()
     for actual, expected, n in ((row, squares.sum(-1), shape[-1]), (col, squares.sum(-2), shape[-2])):
