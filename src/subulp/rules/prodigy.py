@@ -194,6 +194,8 @@ class Prodigy(StagedOptimizer):
         return math.sqrt(1 - beta2**k) / (1 - beta1**k) if group["use_bias_correction"] else 1.0
 
     def _prepared(self, number: int | None, group: dict[str, Any], params: Sequence[Tensor]) -> Callable[[], None]:
+        for i, other in enumerate(self.param_groups):
+            self._recheck(other, f" (param group {i})")
         self._rate()  # raises before anything changes
         return super()._prepared(number, group, params)
 
