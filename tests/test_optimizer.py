@@ -1,6 +1,7 @@
 """The base class: determinism, parameters and gradients of every kind, errors that leave everything as it was."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -47,11 +48,16 @@ print(json.dumps(results))
 @pytest.fixture(scope="module")
 def results_of_two_processes():
     root = Path(__file__).parents[1]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     runs = [
-        subprocess.run([sys.executable, "-c", SCRIPT, seed], capture_output=True, text=True, check=True, cwd=root)
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, seed], stdout=subprocess.PIPE, text=True, cwd=root, env=environment
+        )
         for seed in ("1", "99")
     ]
-    return [json.loads(run.stdout) for run in runs]
+    results = [run.communicate()[0] for run in runs]
+    assert all(run.returncode == 0 for run in runs)
+    return [json.loads(result) for result in results]
 
 
 @all_optimizers
@@ -190,7 +196,9 @@ def test_an_update_lands_in_the_slice_and_nowhere_else(spec):
 
 
 @all_optimizers
-@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    "grad_dtype", [torch.float32, *(pytest.param(t, marks=pytest.mark.slow) for t in (torch.float16, torch.float64))]
+)
 def test_gradients_of_another_dtype(spec, grad_dtype):
     """A gradient whose values bf16 holds gives the same bits in any dtype."""
     reference, params = make_params(), make_params()

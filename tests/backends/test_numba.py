@@ -18,6 +18,9 @@ from tests.bits import same_bits
 from tests.models import everything, generator, make_params, set_grads, train
 from tests.specs import SPECS
 
+slow = pytest.mark.slow
+"""On tests that compile several kernels, two seconds each where none is cached."""
+
 numba_cpu = pytest.importorskip("subulp.backends.numba_cpu")
 
 B, H, F = torch.bfloat16, torch.float16, torch.float32
@@ -50,7 +53,11 @@ def compare(rule, inputs, scalars, stochastic=True, base=0, threads=None, arrang
 @pytest.mark.parametrize("stochastic", [True, False])
 @pytest.mark.parametrize(
     "dtypes",
-    [(B, B, B, B), (F, F, F, F), (B, F, F, B), (F, B, B, F), (H, H, B, H), (B, B, H, F)],
+    [
+        (B, B, B, B),
+        (B, F, F, B),
+        *(pytest.param(t, marks=slow) for t in [(F,) * 4, (F, B, B, F), (H, H, B, H), (B, B, H, F)]),
+    ],
     ids=lambda d: "-".join(str(t).removeprefix("torch.") for t in d),
 )
 def test_dtype_mixes_and_sizes(dtypes, stochastic):
@@ -63,7 +70,7 @@ PAIRWISE = [tuple(FORMATS[k % 3] for k in (i, j, i + j, i + 2 * j)) for i in ran
 """An orthogonal array: every two of parameter, exp_avg, exp_avg_sq and gradient meet in each combination of dtypes."""
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("dtypes", PAIRWISE, ids=str)
 def test_every_pair_of_dtypes(dtypes):
     compare(PLAIN, tensors(PLAIN, dtypes, (1001,)), ADAMW_SCALARS)
@@ -74,7 +81,7 @@ def test_five_written_columns():
 
 
 @pytest.mark.parametrize("base", [1, 3, 2**31 - 5, 2**32 - 9, 2**33 - 8, 2**33 - 7, 2**40])
-@pytest.mark.parametrize("dtypes", [(B, B, B, B), (H, B, B, B)], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("dtypes", [(B, B, B, B), pytest.param((H, B, B, B), marks=slow)], ids=["bf16", "fp16"])
 def test_odd_starts_and_borders_of_the_counter(base, dtypes):
     compare(PLAIN, tensors(PLAIN, dtypes, (41,)), ADAMW_SCALARS, base=base)
 
@@ -97,7 +104,7 @@ def test_layouts_keep_the_bits(arrange, base):
         assert same_bits(a, b)
 
 
-@pytest.mark.parametrize("target", [B, H])
+@pytest.mark.parametrize("target", [B, pytest.param(H, marks=slow)])
 @pytest.mark.parametrize(
     ("rule", "scalars"),
     [(COPY, ()), (ADD, (0.3,)), (ADDCDIV, (0.3,)), (LERP, (1e-3,))],
@@ -134,7 +141,7 @@ def test_rounding_rules_with_special_values(rule, scalars, target):
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-@pytest.mark.parametrize("dtype", [B, H, F, torch.complex64], ids=str)
+@pytest.mark.parametrize("dtype", [B, *(pytest.param(t, marks=slow) for t in (H, F, torch.complex64))], ids=str)
 def test_optimizers_give_equal_bits(spec, dtype):
     if dtype.is_complex and not spec.elementwise and spec.defaults.get("use_muon", True):
         params = make_params(dtype=dtype)
@@ -167,6 +174,7 @@ def test_bits_do_not_depend_on_threads(threads):
     assert all(same_bits(p, q) for p, q in zip(params, reference, strict=True))
 
 
+@slow
 def test_plans_follow_tensors_that_are_replaced():
     """Trainers re-point parameters, states and gradients between steps: each change must be seen, and take effect."""
     results = []
@@ -213,6 +221,7 @@ def test_steps_from_many_threads_at_once():
     assert all(same_bits(p, q) for p, q in zip(params, reference, strict=True))
 
 
+@slow
 def test_memory_of_a_step_does_not_grow_with_the_model():
     """No temporary of a parameter's size: peak resident memory grows by less than 2 MiB over 4 M parameters' 8 MiB."""
     script = """
@@ -230,6 +239,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - small)
     assert int(done.stdout) < 2048
 
 
+@slow
 def test_without_a_writable_cache_kernels_still_compile(tmp_path):
     """Numba looks beside the source, then in the user's cache; with neither writable it raises, and we go without."""
     script = """
@@ -247,7 +257,7 @@ print(float(p.detach().float().mean()))
     assert 0.99 < float(done.stdout) < 1.0
 
 
-@pytest.mark.slow
+@slow
 def test_kernels_cached_by_two_processes_do_not_mix(tmp_path):
     """Their symbols are numbered by process: with equal names one kernel would call the other's code and corrupt memory."""
     script = """

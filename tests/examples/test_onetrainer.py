@@ -126,7 +126,10 @@ CONFIGS: list[dict[str, Any]] = [
     {"optimizer": "LION", "beta1": 0.9, "beta2": 0.99},
     {"optimizer": "SGD", "momentum": 0.9},
 ]
-all_configs = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config["optimizer"])
+all_configs = pytest.mark.parametrize(
+    "config",
+    [pytest.param(c, id=c["optimizer"], marks=() if "ADAM" in c["optimizer"] else pytest.mark.slow) for c in CONFIGS],
+)
 
 
 def check_equal(a: Trainer, b: Trainer) -> None:

@@ -57,6 +57,7 @@ def test_an_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.main(["doctor"]) == 130
 
 
+@pytest.mark.slow
 def test_without_optional_packages_doctor_works_and_demo_says_how_to_install_them() -> None:
     done = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, check=True)
     report = json.loads(done.stdout)

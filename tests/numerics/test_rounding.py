@@ -37,7 +37,9 @@ def exact(name: str, target: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> 
             return torch.lerp(target, a, 0.3)
 
 
-@pytest.mark.parametrize("dtype", TARGETS, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(t, marks=pytest.mark.slow if t == torch.float16 else ()) for t in TARGETS], ids=str
+)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_mean_is_torchs_exact_result(name, dtype):
     """n roundings of one value v between neighbours a gap apart: the mean has standard error <= gap / (2 sqrt(n))."""

@@ -168,19 +168,20 @@ def _arguments(written: int, reads: int, scalars: int) -> Any:
     return arguments
 
 
-def _rebind(function: Callable[..., Any], key: int, done: dict[Any, Any]) -> Any:
-    """The same code, compiled, with named functions and helper formulas replaced by their compiled twins."""
-    if function not in done:
-        if function in BINDINGS:
-            done[function] = _inner(BINDINGS[function], {}, key)
-        else:
-            names = {
-                name: _rebind(value, key, done)
-                for name in function.__code__.co_names
-                if isinstance(value := function.__globals__.get(name), python_types.FunctionType)
-            }
-            done[function] = _inner(function, names, key)
-    return done[function]
+@cache
+def _compiled(function: Callable[..., Any]) -> Any:
+    """The same code, compiled, with named functions and helper formulas replaced by their compiled twins.
+
+    Its key is of its own code, so that all kernels of a process share it: typing it again would be a third of their time.
+    """
+    if function in BINDINGS:
+        return _compiled(BINDINGS[function])
+    names = {
+        name: _compiled(value)
+        for name in function.__code__.co_names
+        if isinstance(value := function.__globals__.get(name), python_types.FunctionType)
+    }
+    return _inner(function, names, _content_key(_formula_key(function)))
 
 
 def _inner(function: Callable[..., Any], names: dict[str, Any], key: int) -> Any:
@@ -257,7 +258,7 @@ def kernel_for(rule: Rule, dtypes: tuple[str, ...], stochastic: bool) -> Any:
         "WORDS": lanes.words,
         "STOCHASTIC": stochastic and any(d != "fp32" for d in dtypes[:written]),
         "PAIRED": any(d != "fp32" for d in dtypes[:written]),
-        "formula": _rebind(rule.formula, key, {}),
+        "formula": _compiled(rule.formula),
         "arguments": _arguments(written, rule.reads, rule.scalars),
         "load_one": lanes.load_one(),
         "load_pair": lanes.load_pair(),
@@ -267,7 +268,7 @@ def kernel_for(rule: Rule, dtypes: tuple[str, ...], stochastic: bool) -> Any:
         "keys_of": _tuple_of(2 * written, types.uint32),
         "pointers_of": _tuple_of(len(dtypes), types.int64),
         "scalars_of": _tuple_of(max(rule.scalars, 1), types.float32),
-        "philox": _inner(numba_body.philox, {}, key),
+        "philox": _compiled(numba_body.philox),
         "take_next": _take_next,
     }
     names["update_one"] = _inner(numba_body.update_one, names, key)
