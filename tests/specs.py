@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 
 import subulp
@@ -97,3 +98,10 @@ SPECS = [
 ]
 
 ELEMENTWISE = [spec for spec in SPECS if spec.elementwise]
+
+
+def first_fast(specs: list[Spec]) -> Any:
+    """For tests that compile kernels of their own: the first optimizer in the fast suite, the others marked slow."""
+    return pytest.mark.parametrize(
+        "spec", [pytest.param(s, id=s.name, marks=() if s is SPECS[0] else pytest.mark.slow) for s in specs]
+    )

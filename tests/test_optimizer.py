@@ -13,7 +13,7 @@ from torch.nn import Parameter
 import subulp
 from tests.bits import same_bits
 from tests.models import SHAPES, everything, generator, make_params, set_grads, train
-from tests.specs import ELEMENTWISE, SPECS
+from tests.specs import ELEMENTWISE, SPECS, first_fast
 
 all_optimizers = pytest.mark.parametrize("spec", SPECS, ids=str)
 elementwise_optimizers = pytest.mark.parametrize("spec", ELEMENTWISE, ids=str)
@@ -195,7 +195,7 @@ def test_an_update_lands_in_the_slice_and_nowhere_else(spec):
     assert (base[:, 1::2] == 3).all()
 
 
-@all_optimizers
+@first_fast(SPECS)
 @pytest.mark.parametrize(
     "grad_dtype", [torch.float32, *(pytest.param(t, marks=pytest.mark.slow) for t in (torch.float16, torch.float64))]
 )
@@ -215,7 +215,7 @@ def test_gradients_of_another_dtype(spec, grad_dtype):
     assert all(same_bits(p, q) for p, q in zip(params, reference, strict=True))
 
 
-@elementwise_optimizers
+@first_fast(ELEMENTWISE)
 def test_complex_parameters_are_pairs_of_reals(spec):
     complex_params = make_params(((5, 3),), torch.complex64)
     real = [Parameter(torch.view_as_real(p.detach()).clone()) for p in complex_params]

@@ -73,7 +73,11 @@ def test_rounding_is_unbiased_for_random_values(dtype):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("dtype", [*TARGETS, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [*(pytest.param(t, marks=pytest.mark.slow if t == torch.float16 else ()) for t in TARGETS), torch.float32],
+    ids=str,
+)
 def test_bits_do_not_depend_on_memory_layout(name, dtype):
     generator = torch.Generator().manual_seed(3)
     start, a, b = (torch.rand(4, 6, 5, 8, generator=generator) + 0.5 for _ in range(3))

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 import subulp
 from tests.bits import same_bits
 from tests.models import everything, generator, make_params, set_grads, train
-from tests.specs import ELEMENTWISE, SPECS
+from tests.specs import ELEMENTWISE, SPECS, first_fast
 
 all_optimizers = pytest.mark.parametrize("spec", SPECS, ids=str)
 
@@ -196,7 +196,7 @@ def test_pytorch_18404_rows_without_gradients_stay():
     assert moved == [3, 7]
 
 
-@all_optimizers
+@first_fast(SPECS)
 def test_nanochat_527_groups_of_mixed_dtypes(spec):
     dtypes = [torch.bfloat16, torch.float32, torch.float16, torch.bfloat16]
     params = [Parameter(torch.ones(6, 4).to(d)) for d in dtypes]
