@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported
+
 import deepspeed
 import torch
 

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 import shutil
-import socket
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.bits import same_bits
+from tests.trainers.ranks import run_in_two_processes
 
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("DeepSpeed is not installed: .ci/run shows how", allow_module_level=True)
@@ -24,44 +19,11 @@ if shutil.which("c++") is None:
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
-
-
-def run(stage: int, master: str, folder: Path, port: int) -> list[dict[str, Any]]:
-    shared = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "WORLD_SIZE": "2",
-    }
-    command = [sys.executable, "-m", "tests.trainers.deepspeed_worker", str(stage), master, str(folder)]
-    ranks = [
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [process.communicate(timeout=600)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(said)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
 
 @pytest.mark.parametrize(("stage", "master"), [(0, "fp32"), (1, "bf16"), (2, "bf16"), (3, "fp32")])
 def test_zero_trains_resumes_and_keeps_replicas_equal(stage, master, tmp_path):
-    first, second = run(stage, master, tmp_path, free_port())
+    run_in_two_processes("tests.trainers.deepspeed_worker", str(stage), master, str(tmp_path))
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     for seen in (first, second):
         losses = seen["losses"]
         assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
