@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import subulp
 from tests.bits import same_bits
@@ -244,3 +252,84 @@ def test_lbann_56_denormal_numbers_have_the_bits_of_the_reference():
             opt.step()
         results.append(everything(opt, [p]))
     assert all(map(same_bits, *results))
+
+
+class PeakOfNewMemory(TorchDispatchMode):
+    """The most bytes that tensors made under this mode held at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor) and (key := t.untyped_storage()._cdata) not in before:
+                self.live[key] = (StorageWeakRef(t.untyped_storage()), t.untyped_storage().nbytes())
+        self.peak = max(self.peak, sum(size for _, size in self.live.values()))
+        return out
+
+
+@all_optimizers
+@pytest.mark.parametrize("saved_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_accelerate_296_loading_holds_the_state_once(spec, saved_dtype):
+    """Peak: the new state and one tensor; afterwards: the new state."""
+    shapes = [(64, 64)] * 8
+    saved = make_params(shapes)
+    opt = spec.make(saved)
+    train(opt, saved, 1)
+    state_dict = opt.state_dict()
+    for entry in state_dict["state"].values():
+        entry.update({k: v.to(saved_dtype) for k, v in entry.items() if k.startswith("exp_avg") and v.dim() == 2})
+    params = make_params(shapes)
+    opt = spec.make(params)
+    with PeakOfNewMemory() as memory:
+        opt.load_state_dict(state_dict)
+    kept = [list(opt.state.values()), [{k: v for k, v in g.items() if k != "params"} for g in opt.param_groups]]
+    tensors = [t for t in tree_leaves(kept) if isinstance(t, torch.Tensor)]
+    size = sum(t.untyped_storage().nbytes() for t in tensors)
+    largest = max(t.numel() * 4 for t in tensors)
+    assert size <= memory.peak <= size + largest  # size <=: the mode has seen the state
+    del state_dict, saved
+    memory.live = {key: entry for key, entry in memory.live.items() if not entry[0].expired()}
+    assert sum(nbytes for _, nbytes in memory.live.values()) <= size
+
+
+@all_optimizers
+def test_heavyball_56_state_is_kept_for_parameters_alone(spec):
+    params = make_params()
+    opt = spec.make(params)
+    for _ in range(2):
+        train(opt, params, 2)
+        assert len(opt.state_dict()["state"]) == len(opt.state)
+        for p in params:  # validation under averaged or offloaded weights
+            p.data = p.data.clone()
+        assert {id(p) for p in opt.state} <= {id(p) for p in params}
+
+
+def test_pytorch_140898_a_fresh_optimizer_loads_though_gradients_are_set():
+    """torch makes no dummy step then; full and flattened dicts need ``init_state()``, without it torch raises."""
+
+    def fresh() -> tuple[nn.Module, subulp.AdamW]:
+        net = nn.Linear(4, 3).bfloat16()
+        opt = subulp.AdamW(net.parameters(), lr=1e-2)
+        net(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+        return net, opt
+
+    net, opt = fresh()
+    for _ in range(3):
+        opt.step()
+    for options in ({}, {"full_state_dict": True}, {"flatten_optimizer_state_dict": True}):
+        chosen = StateDictOptions(**options)
+        saved = get_optimizer_state_dict(net, opt, options=chosen)
+        other, loaded = fresh()
+        if options:
+            loaded.init_state()
+        set_optimizer_state_dict(other, loaded, optim_state_dict=saved, options=chosen)
+        for p, q in zip(net.parameters(), other.parameters(), strict=True):
+            assert opt.state[p].keys() == loaded.state[q].keys()
+            for name in ("step", "exp_avg", "exp_avg_sq"):
+                assert same_bits(opt.state[p][name], loaded.state[q][name])
