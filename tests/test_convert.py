@@ -111,7 +111,10 @@ def test_what_is_missing_or_factored_is_told():
     assert converted["state"] == {0: {}}
     assert any("begin anew" in note for note in notes)
     _, notes = subulp.convert({"state": {0: {"step": 3, "exp_avg": torch.ones(SHAPE)}}, "param_groups": groups()}, opt)
-    assert notes == ["parameter 0: exp_avg_sq is not in the checkpoint and begins at zero."]
+    assert notes == ["parameter 0: exp_avg_sq is not in the checkpoint: all its states begin anew."]
+    lion = subulp.Lion([p])
+    _, notes = subulp.convert({"state": {0: {"step": 3}}, "param_groups": groups()}, lion)
+    assert notes == ["parameter 0: exp_avg is not in the checkpoint and begins at zero."]
 
 
 def test_other_models_are_refused():

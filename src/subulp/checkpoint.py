@@ -7,13 +7,14 @@ which are opened afterwards under our own policy: each state gets the dtype in w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from subulp.checks import check_state
+from subulp.rules.rule import State
 from subulp.sharding import like_state
 
 StateDict = dict[str, Any]
@@ -50,10 +51,13 @@ def pack(optimizer: Any, state_dict: StateDict) -> StateDict:
         if key in pairs and isinstance(entry, dict):
             p, group = pairs[key]
             entry = {k: v for k, v in entry.items() if v is not None}  # torch's SGD keeps a None without momentum
-            specs = [spec for spec in optimizer.states(group, p) if spec.name in entry]
-            entry = {**entry, **{s.name: like_state(entry[s.name], p, s) for s in specs}}
-            check_state(p, {spec: entry[spec.name] for spec in specs}, f", parameter {key} of the checkpoint")
+            specs = optimizer.states(group, p)
+            found = {s: like_state(v, p, s) for s in specs if (v := s.found_in(entry, p.shape)) is not None}
+            check_state(p, found, f", parameter {key} of the checkpoint")
             _check_step(entry, key)
+            _check_complete(entry, key, [spec for spec in specs if spec not in found])
+            entry = {k: v for k, v in entry.items() if k not in {s.alias for s in found}}
+            entry.update((spec.name, value) for spec, value in found.items())
             entry = {k: _Box(v) if isinstance(v, Tensor) else v for k, v in entry.items()}
         state[key] = entry
     return {**state_dict, "state": state, "param_groups": groups}
@@ -98,3 +102,13 @@ def _check_step(entry: dict[str, Any], key: Any) -> None:
     number = float(step) if not isinstance(step, Tensor) or step.numel() == 1 else -1.0
     if not 0 <= number < 1 << 32:
         raise ValueError(f"step={step!r} of parameter {key} of the checkpoint: must be one number in [0, 2**32).")
+
+
+def _check_complete(entry: StateDict, key: Any, missing: Sequence[State]) -> None:
+    """A second moment that begins at zero in the middle of a run would make the first updates several times too large."""
+    names = [spec.name for spec in missing if spec.squared]
+    if names and float(entry.get("step", 0)) > 0:
+        raise ValueError(
+            f"Parameter {key} of the checkpoint has made {float(entry['step']):.0f} steps and has no {' or '.join(names)}: "
+            "another optimizer has saved it. subulp.convert() takes over what fits and begins the rest anew."
+        )

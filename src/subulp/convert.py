@@ -82,10 +82,16 @@ def _group(
 
 def _entry(saved: Mapping[str, Any], p: Tensor, specs: Sequence[State], where: str, notes: list[str]) -> dict[str, Any]:
     entry = {key: saved[key] for key in ("step", "stream", "RMS") if key in saved and saved[key] is not None}
+    if saved.get("factored"):
+        notes.append(f"{where}: its moments are factored over reshaped matrices and are dropped; they begin anew.")
+        return {}
     for spec in specs:
-        value = saved.get(spec.name)
+        value = spec.found_in(saved, p.shape)
         shape = spec.shape(p.shape)
         if value is None:
+            if entry.get("step") and spec.squared:
+                notes.append(f"{where}: {spec.name} is not in the checkpoint: all its states begin anew.")
+                return {}
             if entry.get("step"):
                 notes.append(f"{where}: {spec.name} is not in the checkpoint and begins at zero.")
             continue
@@ -95,7 +101,8 @@ def _entry(saved: Mapping[str, Any], p: Tensor, specs: Sequence[State], where: s
                 f"{where}: {spec.name} was in 8 bits; its error is up to 1/510 of the range of each block of {BLOCK}."
             )
         elif value.dtype in (torch.int8, torch.uint8):
-            value = _from_scales(value, saved.get(f"{spec.name}_scale"), f"{where}: {spec.name}")
+            scales = saved.get(f"{spec.name}_scale", saved.get(f"{spec.alias}_scale"))
+            value = _from_scales(value, scales, f"{where}: {spec.name}")
             notes.append(f"{where}: {spec.name} was in 8 bits; its error is up to the scale of each block of {BLOCK}.")
         elif spec.squared and value.dtype in (torch.bfloat16, torch.float16) and "stream" not in saved:
             notes.append(f"{where}: {spec.name} was rounded to nearest and may be too large. It falls from now on.")
@@ -104,9 +111,6 @@ def _entry(saved: Mapping[str, Any], p: Tensor, specs: Sequence[State], where: s
                 f"{where}: {spec.name} has {value.numel()} elements, its parameter needs the shape {shape}."
             )
         entry[spec.name] = value.reshape(shape)
-    if saved.get("factored"):
-        notes.append(f"{where}: its moments are factored over reshaped matrices and are dropped; they begin anew.")
-        return {}
     return entry
 
 

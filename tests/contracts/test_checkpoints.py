@@ -242,3 +242,54 @@ def test_an_empty_state_dict_loads(spec):
     opt = spec.make(params)
     opt.load_state_dict(opt.state_dict())
     train(opt, params, 1)
+
+
+def test_adafactor_continues_from_torch():
+    """Its factors have other names there, and keep the averaged dimension."""
+    params, reference = (make_params(((6, 5), (3, 4, 5), (7,)), torch.float32) for _ in range(2))
+    other = torch.optim.Adafactor(reference, lr=1e-2)
+    train(other, reference, 4)
+    for p, q in zip(params, reference, strict=True):
+        p.data.copy_(q.data)
+    opt = subulp.Adafactor(params, lr=1e-2, semantics="torch")
+    opt.load_state_dict(copy.deepcopy(other.state_dict()))
+    for p, q in zip(params, reference, strict=True):
+        mine, theirs = opt.state[p], other.state[q]
+        if p.dim() > 1:
+            assert torch.equal(mine["exp_avg_sq_row"], theirs["row_var"].squeeze(-1))
+            assert torch.equal(mine["exp_avg_sq_col"], theirs["col_var"].squeeze(-2))
+        else:
+            assert torch.equal(mine["exp_avg_sq"], theirs["variance"])
+        assert "row_var" not in mine
+    train(opt, params, 4, start=4)
+    train(other, reference, 4, start=4)
+    for p, q in zip(params, reference, strict=True):
+        # Four steps of about 1e-2 * max(1, RMS) that are right to 64 roundings of fp32, and a rounding of the weight in each.
+        assert (p - q).detach().abs().max() < 4 * (0.05 * 64 + q.detach().abs().max()) * 2.0**-24
+
+
+def test_amsgrad_can_be_turned_on_in_the_middle():
+    params, others = make_params(), make_params()
+    opt, other = subulp.AdamW(params), subulp.AdamW(others, amsgrad=True)
+    train(opt, params, 2)
+    saved = snapshot(opt)
+    for group in saved["param_groups"]:
+        del group["amsgrad"]
+    other.load_state_dict(saved)
+    for p, q in zip(params, others, strict=True):
+        assert same_bits(other.state[q]["max_exp_avg_sq"], opt.state[p]["exp_avg_sq"])
+
+
+@pytest.mark.parametrize(("saver", "loader"), [("Lion", "AdamW"), ("SGD", "Adam")])
+def test_a_checkpoint_of_another_optimizer_is_refused_and_can_be_converted(saver, loader):
+    params, others = make_params(((6, 5),)), make_params(((6, 5),))
+    opt, other = getattr(subulp, saver)(params), getattr(subulp, loader)(others)
+    train(opt, params, 2)
+    with pytest.raises(ValueError, match=r"has made 2 steps and has no .*exp_avg_sq: .*convert\(\)"):
+        other.load_state_dict(opt.state_dict())
+    assert not other.state
+    converted, notes = subulp.convert(opt.state_dict(), other)
+    assert any("begin anew" in note for note in notes)
+    other.load_state_dict(converted)
+    train(other, others, 1)
+    assert float(other.state[others[0]]["step"]) == 1

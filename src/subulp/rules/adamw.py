@@ -34,7 +34,7 @@ def adamw_amsgrad(p, g, m, v, v_max, decay, one_minus_beta1, beta2, one_minus_be
 
 MOMENTS = (State("exp_avg"), State("exp_avg_sq", squared=True))
 PLAIN = Rule(adamw, MOMENTS, scalars=7)
-AMSGRAD = Rule(adamw_amsgrad, (*MOMENTS, State("max_exp_avg_sq", squared=True)), scalars=7)
+AMSGRAD = Rule(adamw_amsgrad, (*MOMENTS, State("max_exp_avg_sq", squared=True, alias="exp_avg_sq")), scalars=7)
 
 
 def scalars_of(group: dict[str, Any], step: Any) -> tuple[Any, ...]:

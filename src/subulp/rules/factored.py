@@ -39,12 +39,16 @@ class OuterProduct:
 
 def factored_states(name: str) -> tuple[State, ...]:
     """Row and column means, for parameters of two dimensions or more."""
-    return State(f"{name}_row", True, True, averaged=-1), State(f"{name}_col", True, True, averaged=-2)
+    row, col = (f"{axis}_var" if name == "exp_avg_sq" else None for axis in ("row", "col"))  # in torch.optim.Adafactor
+    return (
+        State(f"{name}_row", True, True, averaged=-1, alias=row),
+        State(f"{name}_col", True, True, averaged=-2, alias=col),
+    )
 
 
 def whole_state(name: str) -> tuple[State, ...]:
     """The second moment of a parameter that is not factored; in fp32, as the factors, since such parameters are small."""
-    return (State(name, True, True),)
+    return (State(name, True, True, alias="variance"),)
 
 
 def inverse_root(

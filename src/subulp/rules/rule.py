@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
+
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class State:
 
     every: int = 1
     """One element is kept for so many of the flattened parameter's; the state is flat then."""
+    alias: str | None = None
+    """Its name in the checkpoints of another implementation, which may keep the averaged dimension with size 1."""
 
     def shape(self, param_shape: Sequence[int]) -> tuple[int, ...]:
         """The global shape of the state of a parameter of this global shape."""
@@ -33,6 +37,19 @@ class State:
         if self.averaged is not None:
             del shape[self.averaged]
         return tuple(shape)
+
+    def found_in(self, entry: Mapping[str, Any], param_shape: Sequence[int]) -> Any:
+        """This state in a parameter's entry of a checkpoint, under either name; None if it is not there."""
+        value = entry.get(self.name)
+        if value is not None or self.alias is None:
+            return value
+        value = entry.get(self.alias)
+        if self.averaged is not None and isinstance(value, Tensor):
+            kept = list(param_shape)
+            kept[self.averaged] = 1
+            if list(value.shape) == kept:
+                return value.squeeze(self.averaged)
+        return value
 
 
 @dataclass(frozen=True)
