@@ -43,6 +43,7 @@ class Stages:
         self.dtype = torch.promote_types(p.dtype, torch.float32)
         self._grad = local_tensor(grad)
         self._factor = factor
+        self._scratch: dict[str, Tensor] = {}
 
     @property
     def numel(self) -> int:
@@ -77,6 +78,14 @@ class Stages:
         """:meth:`gradient` of all rows of this process."""
         rows = self.local.shape[0] if self.local.dim() > 0 else 1
         return self.gradient(0, rows)
+
+    def scratch(self, name: str, shape: Sequence[int]) -> Tensor:
+        """Uninitialised memory for a block, the same for all blocks of a name: fresh pages cost more than the numbers."""
+        numel = prod(shape)
+        memory = self._scratch.get(name)
+        if memory is None or memory.numel() < numel:
+            memory = self._scratch[name] = torch.empty(numel, dtype=self.dtype, device=self.local.device)
+        return memory[:numel].view(tuple(shape))
 
     def root_mean_square(self, part: Callable[[int, int], Tensor]) -> Tensor:
         """Of all elements, over all processes, of a tensor that ``part`` gives in blocks: fp64, 0-d, on the device."""

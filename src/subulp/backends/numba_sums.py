@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -71,6 +71,12 @@ def weighted_sums(x, r, row, c, col):  # type: ignore[no-untyped-def]
         row[i] = total
 
 
+def weighted_values(x, r, out, c):  # type: ignore[no-untyped-def]
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            out[i, j] = weigh(r[i], c[j], _value(x[i, j]))
+
+
 def deviation_sums(x, r, row, y, c, factor, col):  # type: ignore[no-untyped-def]
     for i in range(x.shape[0]):
         total = 0.0
@@ -104,6 +110,13 @@ def _weighted(element: Any) -> Any:
 
 
 @cache
+def _weighted_values(element: Any) -> Any:
+    vector = types.float32[::1]
+    signature = types.void(element[:, ::1], vector, types.float32[:, ::1], vector)
+    return cached_jit(weighted_values, signature, str(element), inner=(weigh,), **_OPTIONS)
+
+
+@cache
 def _deviation(element: Any, other: Any) -> Any:
     vector, sums = types.float32[::1], types.float64[::1]
     signature = types.void(element[:, ::1], vector, sums, other[:, ::1], vector, types.float32, sums)
@@ -127,21 +140,38 @@ def weighted(x: Array, r: Array, c: Array, y: Array | None, factor: float | None
     return _by_rows(_deviation(_ELEMENTS[x.dtype], _ELEMENTS[y.dtype]), [x, r], [c, np.float32(factor)], [y])
 
 
-def _by_rows(kernel: Any, by_row: list[Array], shared: list[Any], after: Sequence[Array] = ()) -> tuple[Array, Array]:
-    """Runs ``kernel(*by_row, row sums, *after, *shared, column sums)`` on a part of the rows in each thread."""
-    x = by_row[0]
-    row = np.empty(x.shape[0])
-    count = min(torch.get_num_threads(), len(row), -(-x.size // ELEMENTS_PER_THREAD))
-    bounds = [len(row) * k // count for k in range(count + 1)]
-    cols = np.zeros((count, x.shape[1]))
-    parts = [
-        (*(t[a:b] for t in by_row), row[a:b], *(t[a:b] for t in after), *shared, cols[k])
-        for k, (a, b) in enumerate(pairwise(bounds))
-    ]
+def weigh_into(x: Array, r: Array, c: Array, out: Array) -> None:
+    """``out = r * c * x``."""
+    parts = [(x[a:b], r[a:b], out[a:b], c) for a, b in _parts(x)]
+    _run(_weighted_values(_ELEMENTS[x.dtype]), parts)
+
+
+def _parts(x: Array) -> Iterator[tuple[int, int]]:
+    """The rows of each thread."""
+    count = min(torch.get_num_threads(), len(x), -(-x.size // ELEMENTS_PER_THREAD))
+    return pairwise(len(x) * k // count for k in range(count + 1))
+
+
+def _run(kernel: Any, parts: list[tuple[Any, ...]]) -> None:
     helpers = [thread_pool().submit(kernel, *part) for part in parts[1:]]
     kernel(*parts[0])
     for helper in helpers:
         helper.result()
+
+
+def _by_rows(kernel: Any, by_row: list[Array], shared: list[Any], after: Sequence[Array] = ()) -> tuple[Array, Array]:
+    """Runs ``kernel(*by_row, row sums, *after, *shared, column sums)`` on a part of the rows in each thread."""
+    x = by_row[0]
+    row = np.empty(x.shape[0])
+    bounds = list(_parts(x))
+    cols = np.zeros((len(bounds), x.shape[1]))
+    _run(
+        kernel,
+        [
+            (*(t[a:b] for t in by_row), row[a:b], *(t[a:b] for t in after), *shared, cols[k])
+            for k, (a, b) in enumerate(bounds)
+        ],
+    )
     return row, cols.sum(0)
 
 

@@ -1,4 +1,4 @@
-"""Sums of squares in fp64 along the dimensions of a block: torch's, or on CPUs one native pass."""
+"""Sums of squares in fp64 along the dimensions of a block, and its products: torch's, or on CPUs one native pass."""
 
 from __future__ import annotations
 
@@ -41,6 +41,16 @@ def weighted_square_sums(
     if other is not None and factor is not None:
         values = values - other.to(by_row.dtype) * factor
     return square_sums(values)
+
+
+def weighted_block(block: Tensor, by_row: Tensor, by_col: Tensor, out: Tensor) -> Tensor:
+    """``by_row * by_col * block`` in the dtype of ``out``, the left product first; shapes as above. Returns ``out``."""
+    if block.dim() == 2 and out.dtype == torch.float32 and _is_native(block) and _is_native(out):
+        native: Any = _kernels()
+        native.weigh_into(*(_as_array(t) for t in (block, by_row.reshape(-1), by_col.reshape(-1), out)))
+        return out
+    torch.mul(by_row, by_col, out=out)
+    return out.mul_(block.to(out.dtype))
 
 
 def square_sum(block: Tensor) -> Tensor:

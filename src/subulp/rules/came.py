@@ -11,7 +11,15 @@ from typing_extensions import Unpack
 from subulp.backends.sums import weighted_square_sums
 from subulp.optimizer import Params
 from subulp.options import Options, check_fraction, check_nonnegative, check_positive, tuple_of
-from subulp.rules.factored import OuterProduct, factored_states, inverse_root, size_of_update, update_of, whole_state
+from subulp.rules.factored import (
+    OuterProduct,
+    factored_states,
+    inverse_root,
+    product_of,
+    size_of_update,
+    update_of,
+    whole_state,
+)
 from subulp.rules.rule import Rule, State
 from subulp.staged import StagedOptimizer, Stages
 
@@ -137,5 +145,6 @@ class CAME(StagedOptimizer):
             correction=correction,
             sums=deviation,
         )
+        confidence = product_of(stages, cast(OuterProduct, weight))
         for start, stop in stages.blocks():
-            stages.store(FACTORED, [direction(start, stop), weight(start, stop)], scalars, start, stop)
+            stages.store(FACTORED, [direction(start, stop), confidence(start, stop)], scalars, start, stop)

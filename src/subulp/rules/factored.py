@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from subulp.backends.sums import square_sums, weighted_square_sums
+from subulp.backends.sums import square_sums, weighted_block, weighted_square_sums
 from subulp.numerics.ops import div, sqrt
 from subulp.rules.rule import State
 from subulp.sharding import sum_over_shards
@@ -22,7 +22,7 @@ Sums = Callable[[int, int], tuple[Tensor, Tensor]]
 
 
 class OuterProduct:
-    """``by_row * by_col`` by blocks of rows, as new tensors."""
+    """``by_row * by_col`` by blocks of rows."""
 
     def __init__(self, by_row: Tensor, by_col: Tensor) -> None:
         self._by_row = by_row
@@ -119,8 +119,26 @@ def _mean_squares(stages: Stages, sums: Sums) -> tuple[Tensor, Tensor]:
 
 
 def update_of(stages: Stages, inverse: Blocks) -> Blocks:
-    """``u = g / sqrt(v)``, from blocks of ``1 / sqrt(v)``."""
-    return lambda start, stop: inverse(start, stop).mul_(stages.gradient(start, stop))
+    """``u = g / sqrt(v)``, from blocks of ``1 / sqrt(v)``; a block is valid until the next one is asked for."""
+    if not isinstance(inverse, OuterProduct):
+        return lambda start, stop: inverse(start, stop).mul_(stages.gradient(start, stop))
+
+    def update(start: int, stop: int) -> Tensor:
+        g = stages.stored_gradient(start, stop)
+        return weighted_block(g, *inverse.factors(start, stop), stages.scratch("update", g.shape))
+
+    return update
+
+
+def product_of(stages: Stages, outer: OuterProduct) -> Blocks:
+    """The blocks of ``outer``; each is valid until the next one is asked for."""
+
+    def product(start: int, stop: int) -> Tensor:
+        by_row, by_col = outer.factors(start, stop)
+        shape = torch.broadcast_shapes(by_row.shape, by_col.shape)
+        return torch.mul(by_row, by_col, out=stages.scratch("product", shape))
+
+    return product
 
 
 def size_of_update(stages: Stages, inverse: Blocks) -> Tensor:
