@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib.util import find_spec
 from itertools import compress
 from math import prod
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from subulp.backends import registry
 from subulp.backends.bucket import single
-from subulp.backends.sums import square_sum
+from subulp.backends.sums import needs_no_temporaries, square_sum
 from subulp.checks import check_grad, check_param, check_state
 from subulp.numerics.views import flat_views
 from subulp.optimizer import Optimizer
@@ -41,7 +42,7 @@ class Stages:
         self.shape, self._offset = global_block(p)
         self.local = local_tensor(p)
         self.dtype = torch.promote_types(p.dtype, torch.float32)
-        self._grad = local_tensor(grad)
+        self.grad = local_tensor(grad)
         self._factor = factor
         self._scratch: dict[str, Tensor] = {}
 
@@ -60,6 +61,18 @@ class Stages:
         for start in range(0, rows, step):
             yield start, min(start + step, rows)
 
+    def ranges(self, *tensors: Tensor) -> Iterator[tuple[int, int]]:
+        """:meth:`blocks` for sums over these local tensors: all rows at once where the sums need no temporaries."""
+        if (
+            self._factor == 1
+            and self.local.dim() == 2
+            and self.dtype == torch.float32
+            and all(map(needs_no_temporaries, tensors))
+        ):
+            yield 0, self.local.shape[0]
+        else:
+            yield from self.blocks()
+
     def rows(self, t: Tensor, start: int, stop: int) -> Tensor:
         """Rows of a tensor whose first dimension is the parameter's."""
         t = local_tensor(t)
@@ -67,12 +80,12 @@ class Stages:
 
     def gradient(self, start: int, stop: int) -> Tensor:
         """The gradient in fp32, times the factor of loss scaling and maximize. Not to be written to: it may be ``p.grad``."""
-        block = self.rows(self._grad, start, stop).to(self.dtype)
+        block = self.rows(self.grad, start, stop).to(self.dtype)
         return block if self._factor == 1 else block * self._factor
 
     def stored_gradient(self, start: int, stop: int) -> Tensor:
         """:meth:`gradient`, but in the dtype that the gradient is stored in if there is no factor."""
-        return self.rows(self._grad, start, stop) if self._factor == 1 else self.gradient(start, stop)
+        return self.rows(self.grad, start, stop) if self._factor == 1 else self.gradient(start, stop)
 
     def whole_gradient(self) -> Tensor:
         """:meth:`gradient` of all rows of this process."""
@@ -87,10 +100,13 @@ class Stages:
             memory = self._scratch[name] = torch.empty(numel, dtype=self.dtype, device=self.local.device)
         return memory[:numel].view(tuple(shape))
 
-    def root_mean_square(self, part: Callable[[int, int], Tensor]) -> Tensor:
-        """Of all elements, over all processes, of a tensor that ``part`` gives in blocks: fp64, 0-d, on the device."""
+    def root_mean_square(self, part: Callable[[int, int], Tensor], *tensors: Tensor) -> Tensor:
+        """Of all elements, over all processes, of a tensor that ``part`` gives in blocks: fp64, 0-d, on the device.
+
+        ``tensors``, if given, are all that ``part`` reads, and it makes nothing of them: see :meth:`ranges`.
+        """
         total = torch.zeros((), dtype=torch.float64, device=self.local.device)
-        for start, stop in self.blocks():
+        for start, stop in self.ranges(*tensors) if tensors else self.blocks():
             total += square_sum(part(start, stop))
         return self.root_of_mean(total)
 
@@ -121,6 +137,38 @@ class Stages:
         else:
             bucket.scalars[0, :] = [float(s) for s in scalars]
         backend.run(rule, bucket, seed=self.group["seed"], stochastic=self.group["stochastic_rounding"])
+
+    def store_rows(
+        self, rule: Rule, by_row: Sequence[Tensor], by_col: Sequence[Tensor], scalars: Sequence[Any]
+    ) -> bool:
+        """:meth:`store` of all blocks at once, for a matrix on a CPU; False, and nothing done, where that cannot be.
+
+        The rule reads the gradient, then ``by_col`` (one element a column); its scalars are ``by_row`` (one a row), then
+        ``scalars``.
+        """
+        if not self.local.is_cpu or self.local.numel() == 0 or find_spec("numba") is None:
+            return False
+        from subulp.backends import numba_rows
+
+        written = [self.local, *(local_tensor(self.state[s.name]) for s in rule.states)]
+        if not numba_rows.can_serve(self.group["backend"], written, [self.grad]):
+            return False
+        numba_rows.run(
+            rule,
+            written,
+            [self.grad],
+            by_row,
+            by_col,
+            [float(s) for s in scalars],
+            columns=self.shape[1],
+            offset=(self._offset[0], self._offset[1]),
+            stream=self.state["stream"],
+            step=self.step,
+            seed=self.group["seed"],
+            stochastic=self.group["stochastic_rounding"],
+            factor=self._factor,
+        )
+        return True
 
 
 class StagedOptimizer(Optimizer):

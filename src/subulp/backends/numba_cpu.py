@@ -128,7 +128,10 @@ def thread_pool() -> ThreadPoolExecutor:
 
 
 def _layout_table(layouts: Sequence[Layout | None], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Rows of base, sizes, strides; the innermost dimension last, outer ones padded with size 1."""
+    """Rows of base, sizes, strides; the innermost dimension last, outer ones padded with size 1. None: flat, from 0.
+
+    Without layouts all are flat.
+    """
     dims = max((len(layout.sizes) for layout in layouts if layout is not None), default=1)
     table = np.zeros((len(sizes), 1 + 2 * dims), dtype=np.int64)
     table[:, 1:dims] = 1

@@ -60,14 +60,12 @@ def deviate(r, c, x, y, factor):  # type: ignore[no-untyped-def]
     return r * c * x - y * factor
 
 
-def weighted_sums(x, r, row, c, col):  # type: ignore[no-untyped-def]
+def weighted_sum(x, r, row, c):  # type: ignore[no-untyped-def]
     for i in range(x.shape[0]):
         total = 0.0
         for j in range(x.shape[1]):
             value = weigh(r[i], c[j], _value(x[i, j]))
-            square = np.float64(value * value)
-            total += square
-            col[j] += square
+            total += np.float64(value * value)
         row[i] = total
 
 
@@ -104,9 +102,9 @@ def _row_and_col(element: Any) -> Any:
 
 @cache
 def _weighted(element: Any) -> Any:
-    vector, sums = types.float32[::1], types.float64[::1]
-    signature = types.void(element[:, ::1], vector, sums, vector, sums)
-    return cached_jit(weighted_sums, signature, str(element), inner=(weigh,), **_OPTIONS)
+    vector = types.float32[::1]
+    signature = types.void(element[:, ::1], vector, types.float64[::1], vector)
+    return cached_jit(weighted_sum, signature, str(element), inner=(weigh,), **_OPTIONS)
 
 
 @cache
@@ -133,10 +131,15 @@ def row_and_col(x: Array) -> tuple[Array, Array]:
     return _by_rows(_row_and_col(_ELEMENTS[x.dtype]), [x], [])
 
 
-def weighted(x: Array, r: Array, c: Array, y: Array | None, factor: float | None) -> tuple[Array, Array]:
-    """The same of ``r * c * x``, minus ``factor * y`` if given."""
-    if y is None or factor is None:
-        return _by_rows(_weighted(_ELEMENTS[x.dtype]), [x, r], [c])
+def weighted(x: Array, r: Array, c: Array) -> float:
+    """The sum of the squares of ``r * c * x``."""
+    row = np.empty(len(x))
+    _run(_weighted(_ELEMENTS[x.dtype]), [(x[a:b], r[a:b], row[a:b], c) for a, b in _parts(x)])
+    return float(row.sum())
+
+
+def deviation(x: Array, r: Array, c: Array, y: Array, factor: float) -> tuple[Array, Array]:
+    """Sums of squares of each row and each column of ``r * c * x - factor * y``."""
     return _by_rows(_deviation(_ELEMENTS[x.dtype], _ELEMENTS[y.dtype]), [x, r], [c, np.float32(factor)], [y])
 
 

@@ -23,24 +23,28 @@ def square_sums(block: Tensor) -> tuple[Tensor, Tensor]:
     return squares.sum(-1, dtype=torch.float64), squares.sum(-2, dtype=torch.float64)
 
 
-def weighted_square_sums(
-    block: Tensor, by_row: Tensor, by_col: Tensor, other: Tensor | None = None, factor: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """:func:`square_sums` of ``by_row * by_col * block``, minus ``factor * other`` if given, all in fp32.
+def weighted_square_sum(block: Tensor, by_row: Tensor, by_col: Tensor) -> Tensor:
+    """The sum (fp64, 0-d) of the squares of ``by_row * by_col * block``, products and squares in fp32.
 
-    Shapes: ``by_row`` (..., rows, 1), ``by_col`` (..., 1, columns), ``factor`` 0-d.
+    Shapes: ``by_row`` (..., rows, 1), ``by_col`` (..., 1, columns).
     """
-    tensors = [block] if other is None else [block, other]
-    if block.dim() == 2 and by_row.dtype == torch.float32 and all(map(_is_native, tensors)):
+    if block.dim() == 2 and by_row.dtype == torch.float32 and _is_native(block):
         native: Any = _kernels()
-        scale = None if factor is None else float(factor)
-        arrays = [_as_array(t) for t in (block, by_row.reshape(-1), by_col.reshape(-1))]
-        row, col = native.weighted(*arrays, None if other is None else _as_array(other), scale)
+        total = native.weighted(*map(_as_array, (block, by_row.reshape(-1), by_col.reshape(-1))))
+        return torch.tensor(total, dtype=torch.float64)
+    return square_sum(by_row * by_col * block.to(by_row.dtype))
+
+
+def deviation_square_sums(
+    block: Tensor, by_row: Tensor, by_col: Tensor, other: Tensor, factor: Tensor
+) -> tuple[Tensor, Tensor]:
+    """:func:`square_sums` of ``by_row * by_col * block - factor * other``, all in fp32. Shapes as above; ``factor`` 0-d."""
+    if block.dim() == 2 and by_row.dtype == torch.float32 and _is_native(block) and _is_native(other):
+        native: Any = _kernels()
+        arrays = map(_as_array, (block, by_row.reshape(-1), by_col.reshape(-1), other))
+        row, col = native.deviation(*arrays, float(factor))
         return torch.from_numpy(row), torch.from_numpy(col)
-    values = by_row * by_col * block.to(by_row.dtype)
-    if other is not None and factor is not None:
-        values = values - other.to(by_row.dtype) * factor
-    return square_sums(values)
+    return square_sums(by_row * by_col * block.to(by_row.dtype) - other.to(by_row.dtype) * factor)
 
 
 def weighted_block(block: Tensor, by_row: Tensor, by_col: Tensor, out: Tensor) -> Tensor:
@@ -59,6 +63,11 @@ def square_sum(block: Tensor) -> Tensor:
         native: Any = _kernels()
         return torch.tensor(native.total(_as_array(block.view(-1))), dtype=torch.float64)
     return _squares(block).sum(dtype=torch.float64)
+
+
+def needs_no_temporaries(t: Tensor) -> bool:
+    """Whether these sums over a tensor with two dimensions are one native pass."""
+    return _is_native(t)
 
 
 def _squares(block: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from subulp.options import (
     optional,
     tuple_of,
 )
-from subulp.rules.factored import factored_states, inverse_root, size_of_update, update_of, whole_state
+from subulp.rules.factored import OuterProduct, factored_states, inverse_root, size_of_update, update_of, whole_state
 from subulp.rules.rule import Rule, State
 from subulp.staged import StagedOptimizer, Stages
 
@@ -36,8 +36,20 @@ def adafactor_momentum(p, u, m, scale, decay, beta1):  # type: ignore[no-untyped
     return p - (decay * p + m), m
 
 
+def adafactor_rows(p, g, c, r, scale, decay):  # type: ignore[no-untyped-def]
+    return adafactor(p, r * c * g, scale, decay)
+
+
+def adafactor_momentum_rows(p, g, c, m, r, scale, decay, beta1):  # type: ignore[no-untyped-def]
+    return adafactor_momentum(p, r * c * g, m, scale, decay, beta1)
+
+
 PLAIN = Rule(adafactor, scalars=2)
 MOMENTUM = Rule(adafactor_momentum, (State("exp_avg"),), scalars=3)
+BY_ROWS = {
+    PLAIN: Rule(adafactor_rows, reads=2, scalars=3),
+    MOMENTUM: Rule(adafactor_momentum_rows, MOMENTUM.states, reads=2, scalars=4),
+}
 
 
 def _check_decay_rate(what: str, value: Any) -> Any:
@@ -164,21 +176,26 @@ class Adafactor(StagedOptimizer):
 
     def update(self, stages: Stages) -> None:
         group, state, step = stages.group, stages.state, stages.step
-        rms = stages.root_mean_square(lambda start, stop: stages.rows(stages.p, start, stop))
+        rms = stages.root_mean_square(lambda start, stop: stages.rows(stages.p, start, stop), stages.local)
         state["RMS"] = rms.float()
         beta2 = 1 - step ** group["decay_rate"]
         floor, clamp = group["eps"][0], None
         if group["semantics"] == "torch":
             floor, clamp = 0.0, torch.finfo(stages.p.dtype).eps if floor is None else floor
-        inverse = inverse_root(stages, "exp_avg_sq", stages.gradient, beta2, floor, clamp)
+        inverse = inverse_root(stages, "exp_avg_sq", beta2, floor, clamp)
         direction = update_of(stages, inverse)
         lr = _step_size(group, step, rms)
         clip = (size_of_update(stages, inverse) / group["clip_threshold"]).clamp(min=1.0)
         decay = group["weight_decay"] * (group["lr"] if group["semantics"] == "torch" else lr)
         beta1 = group["beta1"]
         scalars = (lr / clip, decay) if beta1 is None else ((1 - beta1) * lr / clip, decay, beta1)
+        rule = self.rule(group)
+        if isinstance(inverse, OuterProduct):
+            by_row, by_col = inverse.vectors()
+            if stages.store_rows(BY_ROWS[rule], [by_row], [by_col], scalars):
+                return
         for start, stop in stages.blocks():
-            stages.store(self.rule(group), [direction(start, stop)], scalars, start, stop)
+            stages.store(rule, [direction(start, stop)], scalars, start, stop)
 
     def _state_of(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = super()._state_of(p, group)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, cast
 from torch import Tensor
 from typing_extensions import Unpack
 
-from subulp.backends.sums import weighted_square_sums
+from subulp.backends.sums import deviation_square_sums
 from subulp.optimizer import Params
 from subulp.options import Options, check_fraction, check_nonnegative, check_positive, tuple_of
 from subulp.rules.factored import (
@@ -22,6 +22,7 @@ from subulp.rules.factored import (
 )
 from subulp.rules.rule import Rule, State
 from subulp.staged import StagedOptimizer, Stages
+from subulp.torch_internals import local_tensor
 
 
 def came(p, u, w, m, beta1, share, lr, decay):  # type: ignore[no-untyped-def]
@@ -34,8 +35,13 @@ def came_whole(p, u, m, beta1, share, lr, decay):  # type: ignore[no-untyped-def
     return p - (decay * p + lr * m), m
 
 
+def came_rows(p, g, c, d, m, r, s, beta1, share, lr, decay):  # type: ignore[no-untyped-def]
+    return came(p, r * c * g, s * d, m, beta1, share, lr, decay)
+
+
 MOMENTUM = State("exp_avg")
 FACTORED = Rule(came, (MOMENTUM,), reads=2, scalars=4)
+FACTORED_ROWS = Rule(came_rows, (MOMENTUM,), reads=3, scalars=6)
 WHOLE = Rule(came_whole, (MOMENTUM,), scalars=4)
 
 
@@ -117,7 +123,7 @@ class CAME(StagedOptimizer):
         group = stages.group
         beta1, beta2, beta3 = map(float, group["betas"])
         lr = float(group["lr"])
-        inverse = inverse_root(stages, "exp_avg_sq", stages.gradient, beta2, group["eps"][0])
+        inverse = inverse_root(stages, "exp_avg_sq", beta2, group["eps"][0])
         direction = update_of(stages, inverse)
         clip = (size_of_update(stages, inverse) / group["clip_threshold"]).clamp(min=1.0)
         share = (1 - beta1) / clip
@@ -132,19 +138,23 @@ class CAME(StagedOptimizer):
         def deviation(start: int, stop: int) -> tuple[Tensor, Tensor]:
             # u / clip - m' = beta1 / clip * (u - clip * m): the factor is taken out of the means.
             g, m = stages.stored_gradient(start, stop), stages.rows(kept, start, stop)
-            return weighted_square_sums(g, *outer.factors(start, stop), m, factor)
+            return deviation_square_sums(g, *outer.factors(start, stop), m, factor)
 
         correction = 1 - beta3**stages.step if group["bias_correction"] else 1.0
         weight = inverse_root(
             stages,
             "exp_avg_res",
-            stages.gradient,
             beta3,
             group["eps"][1],
             scale=(beta1 / clip) ** 2,
             correction=correction,
             sums=deviation,
+            reads=[local_tensor(kept)],
         )
-        confidence = product_of(stages, cast(OuterProduct, weight))
+        confident = cast(OuterProduct, weight)
+        (r, c), (s, d) = outer.vectors(), confident.vectors()
+        if stages.store_rows(FACTORED_ROWS, [r, s], [c, d], scalars):
+            return
+        confidence = product_of(stages, confident)
         for start, stop in stages.blocks():
             stages.store(FACTORED, [direction(start, stop), confidence(start, stop)], scalars, start, stop)

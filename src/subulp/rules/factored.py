@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from subulp.backends.sums import square_sums, weighted_block, weighted_square_sums
+from subulp.backends.sums import square_sums, weighted_block, weighted_square_sum
 from subulp.numerics.ops import div, sqrt
 from subulp.rules.rule import State
 from subulp.sharding import sum_over_shards
@@ -32,6 +32,10 @@ class OuterProduct:
         by_row, by_col = self.factors(start, stop)
         return by_row * by_col
 
+    def vectors(self) -> tuple[Tensor, Tensor]:
+        """Of a matrix: shapes (rows,) and (columns,)."""
+        return self._by_row.reshape(-1), self._by_col.reshape(-1)
+
     def factors(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Shapes (..., rows, 1) and (..., 1, columns)."""
         return self._by_row[start:stop], self._by_col if self._by_row.dim() == 2 else self._by_col[start:stop]
@@ -54,24 +58,27 @@ def whole_state(name: str) -> tuple[State, ...]:
 def inverse_root(
     stages: Stages,
     name: str,
-    values: Blocks,
     beta2: float,
     floor: float,
     clamp: float | None = None,
     scale: Tensor | float = 1.0,
     correction: float = 1.0,
     sums: Sums | None = None,
+    reads: Sequence[Tensor] = (),
 ) -> Blocks:
-    """Updates the second moment ``name`` with the squares of ``values``; returns blocks of ``1 / sqrt(v)``, as new tensors.
+    """Updates the second moment ``name`` with the squares of values; returns blocks of ``1 / sqrt(v)``, as new tensors.
 
-    ``v = beta2 * v + (1 - beta2) * (scale * values**2 + floor)``. With two dimensions or more only its means R over the last
-    and C over the last but one dimension are kept, and ``v_ij`` is taken as ``R_i * C_j / mean(R)`` (Shazeer and Stern
-    2018, section 3). ``correction`` divides R and C (and so v) where they are used. ``clamp``: mean(R) is at least this and v
-    at least its square, as in ``torch.optim.Adafactor``.
+    ``v = beta2 * v + (1 - beta2) * (scale * values**2 + floor)``. The values are the gradient, or else ``sums`` gives the
+    sums of their squares, and ``reads`` are the local tensors that it reads beside the gradient. With two dimensions or
+    more only the means R over the last and C over the last but one dimension are kept, and ``v_ij`` is taken as
+    ``R_i * C_j / mean(R)`` (Shazeer and Stern 2018, section 3). ``correction`` divides R and C (and so v) where they are
+    used. ``clamp``: mean(R) is at least this and v at least its square, as in ``torch.optim.Adafactor``.
     """
     if len(stages.shape) < 2:
-        return _whole(stages, name, values, beta2, floor, clamp)
-    row, col = _mean_squares(stages, sums or (lambda start, stop: square_sums(values(start, stop))))
+        return _whole(stages, name, beta2, floor, clamp)
+    row, col = _mean_squares(
+        stages, sums or (lambda start, stop: square_sums(stages.stored_gradient(start, stop))), reads
+    )
     kept_row, kept_col = (local_tensor(stages.state[f"{name}_{key}"]) for key in ("row", "col"))
     for kept, mean in ((kept_row, row), (kept_col, col)):
         kept.copy_(beta2 * kept.double() + (1 - beta2) * (scale * mean + floor))
@@ -92,21 +99,21 @@ def _clamped_root(v: Tensor, clamp: float) -> Tensor:
     return div(torch.ones((), dtype=v.dtype, device=v.device), sqrt(v.clamp_(min=clamp * clamp)))
 
 
-def _whole(stages: Stages, name: str, values: Blocks, beta2: float, floor: float, clamp: float | None) -> Blocks:
+def _whole(stages: Stages, name: str, beta2: float, floor: float, clamp: float | None) -> Blocks:
     v = local_tensor(stages.state[name])
     for start, stop in stages.blocks():
         part = stages.rows(v, start, stop)
-        part.copy_(beta2 * part + (1 - beta2) * (values(start, stop).square() + floor))
+        part.copy_(beta2 * part + (1 - beta2) * (stages.gradient(start, stop).square() + floor))
     # A clamp of 0 changes nothing.
     return lambda start, stop: _clamped_root(stages.rows(v, start, stop).clone(), clamp or 0.0)
 
 
-def _mean_squares(stages: Stages, sums: Sums) -> tuple[Tensor, Tensor]:
+def _mean_squares(stages: Stages, sums: Sums, reads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Means (fp64) of squares over the last and the last but one dimension of the whole parameter."""
     shape, dims = stages.local.shape, len(stages.shape)
     row = torch.zeros(shape[:-1], dtype=torch.float64, device=stages.local.device)
     col = torch.zeros((*shape[:-2], shape[-1]), dtype=torch.float64, device=stages.local.device)
-    for start, stop in stages.blocks():
+    for start, stop in stages.ranges(stages.grad, *reads):
         by_row, by_col = sums(start, stop)
         row[start:stop] = by_row
         if dims == 2:
@@ -146,7 +153,6 @@ def size_of_update(stages: Stages, inverse: Blocks) -> Tensor:
     if not isinstance(inverse, OuterProduct):
         return stages.root_mean_square(update_of(stages, inverse))
     total = torch.zeros((), dtype=torch.float64, device=stages.local.device)
-    for start, stop in stages.blocks():
-        by_row, _ = weighted_square_sums(stages.stored_gradient(start, stop), *inverse.factors(start, stop))
-        total += by_row.sum()
+    for start, stop in stages.ranges(stages.grad):
+        total += weighted_square_sum(stages.stored_gradient(start, stop), *inverse.factors(start, stop))
     return stages.root_of_mean(total)

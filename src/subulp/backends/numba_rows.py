@@ -1,0 +1,68 @@
+"""A matrix updated with a factor for each row and each column, in the one native call of ``numba_cpu``.
+
+Every row is a tensor of the bucket: the factors of its row are scalars, and those of the columns are tensors that all rows
+read. So the update of Adafactor and CAME needs no temporary of the matrix's shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from subulp.backends import registry
+from subulp.backends.numba_cpu import Launch
+from subulp.rules.rule import Rule
+
+NARROW = 128
+"""Rows with fewer elements cost more to look up than the temporaries do."""
+
+
+def can_serve(name: str, written: Sequence[Tensor], reads: Sequence[Tensor]) -> bool:
+    """Whether these matrices, under the ``backend`` option ``name``, can go row by row."""
+    tensors = [*written, *reads]
+    if any(t.dim() != 2 or not t.is_contiguous() for t in tensors) or tensors[0].shape[1] < NARROW:
+        return False
+    dtypes = [*(t.dtype for t in tensors), torch.float32]
+    return bool(registry.choose(name, tensors[0].device, dtypes).NAME == "numba")
+
+
+def run(
+    rule: Rule,
+    written: Sequence[Tensor],
+    reads: Sequence[Tensor],
+    by_row: Sequence[Tensor],
+    by_col: Sequence[Tensor],
+    scalars: Sequence[float],
+    *,
+    columns: int,
+    offset: tuple[int, int],
+    stream: int,
+    step: int,
+    seed: int,
+    stochastic: bool,
+    factor: float,
+) -> None:
+    """Updates ``written`` (rows, width) in place.
+
+    The rule reads ``reads``, then ``by_col`` (fp32, width); its scalars are ``by_row`` (fp32, rows), then ``scalars``.
+    ``columns`` is the width of the whole matrix and ``offset`` where this block begins in it.
+    """
+    rows, width = written[0].shape
+    matrices = [*written, *reads]
+    dtypes = [*(t.dtype for t in matrices), *(t.dtype for t in by_col)]
+    launch = Launch(rule, dtypes, stochastic, [width] * rows, (), [stream] * rows)
+    number = np.arange(rows, dtype=np.int64)
+    launch.layouts[:, 0] = (offset[0] + number) * columns + offset[1]
+    pointers = np.empty((rows, len(dtypes)), dtype=np.int64)
+    for c, t in enumerate(matrices):
+        pointers[:, c] = t.data_ptr() + number * (width * t.element_size())
+    for c, t in enumerate(by_col, len(matrices)):
+        pointers[:, c] = t.data_ptr()
+    table = np.empty((rows, rule.scalars))
+    for c, t in enumerate(by_row):
+        table[:, c] = t.numpy()
+    table[:, len(by_row) :] = scalars
+    launch(pointers, table, number, np.full(rows, step, dtype=np.int64), seed, factor)
