@@ -82,7 +82,8 @@ def segment(addresses, position, count, index, stride, scalars, factor, seed, st
             even, odd = load_pair(first, j)
             new_even = formula(*arguments(even, scalars, factor))
             new_odd = formula(*arguments(odd, scalars, factor))
-            store_pair(first, j, new_even, new_odd, even[0], odd[0], u32(counter + u32(j)), keys)
+            store_pair(first, j, new_even, new_odd, even[0], odd[0], counter, keys)
+            counter = u32(counter + u32(1))
         done += pairs << i64(1)
     for j in range(done, count):
         update_one(addresses, position + j, index + j * stride, scalars, factor, keys)

@@ -41,12 +41,27 @@ def _value(typing_context: Any, stored: Any) -> Any:
     return types.float32(stored), emit
 
 
+def squared(value):  # type: ignore[no-untyped-def]
+    return np.float64(value * value)
+
+
 def row_and_col_sums(x, row, col):  # type: ignore[no-untyped-def]
-    for i in range(x.shape[0]):
+    whole = x.shape[0] - x.shape[0] % 4  # by four rows: the column sums go through memory a quarter as often
+    for i in range(0, whole, 4):
+        t0 = t1 = t2 = t3 = 0.0
+        for j in range(x.shape[1]):
+            s0, s1 = squared(_value(x[i, j])), squared(_value(x[i + 1, j]))
+            s2, s3 = squared(_value(x[i + 2, j])), squared(_value(x[i + 3, j]))
+            t0 += s0
+            t1 += s1
+            t2 += s2
+            t3 += s3
+            col[j] += (s0 + s1) + (s2 + s3)
+        row[i], row[i + 1], row[i + 2], row[i + 3] = t0, t1, t2, t3
+    for i in range(whole, x.shape[0]):
         total = 0.0
         for j in range(x.shape[1]):
-            value = _value(x[i, j])
-            square = np.float64(value * value)
+            square = squared(_value(x[i, j]))
             total += square
             col[j] += square
         row[i] = total
@@ -97,7 +112,7 @@ def total_sum(x):  # type: ignore[no-untyped-def]
 @cache
 def _row_and_col(element: Any) -> Any:
     signature = types.void(element[:, ::1], types.float64[::1], types.float64[::1])
-    return cached_jit(row_and_col_sums, signature, str(element), **_OPTIONS)
+    return cached_jit(row_and_col_sums, signature, str(element), inner=(squared,), **_OPTIONS)
 
 
 @cache
