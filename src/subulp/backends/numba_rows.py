@@ -7,8 +7,11 @@ read. So the update of Adafactor and CAME needs no temporary of the matrix's sha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,6 +21,9 @@ from subulp.rules.rule import Rule
 
 NARROW = 128
 """Rows with fewer elements cost more to look up than the temporaries do."""
+
+KEPT = 1 << 14
+"""Tables of more rows are not kept: they would take megabytes."""
 
 
 def can_serve(name: str, written: Sequence[Tensor], reads: Sequence[Tensor]) -> bool:
@@ -52,10 +58,11 @@ def run(
     """
     rows, width = written[0].shape
     matrices = [*written, *reads]
-    dtypes = [*(t.dtype for t in matrices), *(t.dtype for t in by_col)]
-    launch = Launch(rule, dtypes, stochastic, [width] * rows, (), [stream] * rows)
-    number = np.arange(rows, dtype=np.int64)
-    launch.layouts[:, 0] = (offset[0] + number) * columns + offset[1]
+    dtypes = (*(t.dtype for t in matrices), *(t.dtype for t in by_col))
+    tables = _tables if rows <= KEPT else _tables.__wrapped__
+    prepared, number = tables(rule, dtypes, stochastic, (rows, width), columns, offset)
+    launch = copy(prepared)  # another thread may use the same tables for another parameter
+    launch.streams = np.full(rows, stream, dtype=np.int64)
     pointers = np.empty((rows, len(dtypes)), dtype=np.int64)
     for c, t in enumerate(matrices):
         pointers[:, c] = t.data_ptr() + number * (width * t.element_size())
@@ -66,3 +73,20 @@ def run(
         table[:, c] = t.numpy()
     table[:, len(by_row) :] = scalars
     launch(pointers, table, number, np.full(rows, step, dtype=np.int64), seed, factor)
+
+
+@lru_cache(maxsize=64)
+def _tables(
+    rule: Rule,
+    dtypes: tuple[torch.dtype, ...],
+    stochastic: bool,
+    shape: tuple[int, int],
+    columns: int,
+    offset: tuple[int, int],
+) -> tuple[Launch, npt.NDArray[np.int64]]:
+    """The launch for matrices of a shape, without streams, and the numbers of its rows."""
+    rows, width = shape
+    launch = Launch(rule, dtypes, stochastic, [width] * rows, (), [0] * rows)
+    number = np.arange(rows, dtype=np.int64)
+    launch.layouts[:, 0] = (offset[0] + number) * columns + offset[1]
+    return launch, number
