@@ -20,6 +20,7 @@ import os
 import sysconfig
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ VARIANTS = (
 )
 
 
+@cache
 def docstrings() -> dict[str, list[str]]:
     """Docstrings by top-level module, those of several modules left out."""
     root = Path(sysconfig.get_path("stdlib"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib.util import find_spec
 from itertools import compress
 from math import prod
 from typing import Any
@@ -146,12 +145,14 @@ class Stages:
         The rule reads the gradient, then ``by_col`` (one element a column); its scalars are ``by_row`` (one a row), then
         ``scalars``.
         """
-        if not self.local.is_cpu or self.local.numel() == 0 or find_spec("numba") is None:
+        written = [self.local, *(local_tensor(self.state[s.name]) for s in rule.states)]
+        # What :meth:`store` would choose: there the gradient comes as fp32, whatever its dtype.
+        dtypes = [*(t.dtype for t in written), self.dtype]
+        if registry.choose(self.group["backend"], self.local.device, dtypes).NAME != "numba":
             return False
         from subulp.backends import numba_rows
 
-        written = [self.local, *(local_tensor(self.state[s.name]) for s in rule.states)]
-        if not numba_rows.can_serve(self.group["backend"], written, [self.grad]):
+        if not numba_rows.can_serve(written, [self.grad]):
             return False
         numba_rows.run(
             rule,

@@ -74,7 +74,9 @@ def test_a_block_of_a_matrix_is_rounded_as_the_whole():
         assert same_bits(part[1], m[top:, left:])
 
 
-@pytest.mark.parametrize("kind", ["strided", "narrow", "three dimensions", "a gradient of another layout"])
+@pytest.mark.parametrize(
+    "kind", ["strided", "narrow", "three dimensions", "a gradient of another layout", "a gradient in fp64"]
+)
 def test_what_rows_cannot_serve_has_the_same_bits(kind):
     shape = {"narrow": (200, 5), "three dimensions": (2, 3, 200)}.get(kind, (6, 200))
     results = []
@@ -85,7 +87,10 @@ def test_what_rows_cannot_serve_has_the_same_bits(kind):
         opt = subulp.CAME([p], lr=1e-2, backend=backend)
         for step in range(3):
             p.grad = torch.randn(shape, generator=generator(step)).bfloat16()
-            if kind.startswith("a gradient"):
+            if kind == "a gradient in fp64":
+                grad, p.grad, p.grad_dtype = p.grad.double(), None, None
+                p.grad = grad
+            elif kind == "a gradient of another layout":
                 p.grad = p.grad.t().contiguous().t()
             opt.step()
         results.append(everything(opt, [p]))

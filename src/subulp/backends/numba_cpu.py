@@ -30,7 +30,7 @@ CHUNK = 1 << 16
 ELEMENTS_PER_THREAD = 1 << 15
 """Below this many elements another thread costs more than it saves."""
 
-_FORMAT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 _pool: ThreadPoolExecutor | None = None
 
@@ -56,7 +56,7 @@ class Launch:
         layouts: Sequence[Layout | None],
         streams: Sequence[int],
     ) -> None:
-        self.kernel = kernel_for(rule, tuple(_FORMAT[d] for d in dtypes), stochastic)
+        self.kernel = kernel_for(rule, tuple(FORMATS[d] for d in dtypes), stochastic)
         self.width = rule.scalars
         counts = np.fromiter(sizes, np.int64, len(streams))
         self.elements = int(counts.sum())

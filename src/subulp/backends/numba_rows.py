@@ -15,8 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from subulp.backends import registry
-from subulp.backends.numba_cpu import Launch
+from subulp.backends.numba_cpu import FORMATS, Launch
 from subulp.rules.rule import Rule
 
 NARROW = 128
@@ -26,13 +25,11 @@ KEPT = 1 << 14
 """Tables of more rows are not kept: they would take megabytes."""
 
 
-def can_serve(name: str, written: Sequence[Tensor], reads: Sequence[Tensor]) -> bool:
-    """Whether these matrices, under the ``backend`` option ``name``, can go row by row."""
-    tensors = [*written, *reads]
-    if any(t.dim() != 2 or not t.is_contiguous() for t in tensors) or tensors[0].shape[1] < NARROW:
-        return False
-    dtypes = [*(t.dtype for t in tensors), torch.float32]
-    return bool(registry.choose(name, tensors[0].device, dtypes).NAME == "numba")
+def can_serve(written: Sequence[Tensor], reads: Sequence[Tensor]) -> bool:
+    """Whether these tensors on the CPU can go row by row."""
+    return written[0].numel() > 0 and all(
+        t.dim() == 2 and t.shape[1] >= NARROW and t.is_contiguous() and t.dtype in FORMATS for t in (*written, *reads)
+    )
 
 
 def run(

@@ -80,7 +80,7 @@ def weighted_sum(x, r, row, c):  # type: ignore[no-untyped-def]
         total = 0.0
         for j in range(x.shape[1]):
             value = weigh(r[i], c[j], _value(x[i, j]))
-            total += np.float64(value * value)
+            total += squared(value)
         row[i] = total
 
 
@@ -95,7 +95,7 @@ def deviation_sums(x, r, row, y, c, factor, col):  # type: ignore[no-untyped-def
         total = 0.0
         for j in range(x.shape[1]):
             value = deviate(r[i], c[j], _value(x[i, j]), _value(y[i, j]), factor)
-            square = np.float64(value * value)
+            square = squared(value)
             total += square
             col[j] += square
         row[i] = total
@@ -105,7 +105,7 @@ def total_sum(x):  # type: ignore[no-untyped-def]
     total = 0.0
     for j in range(x.shape[0]):
         value = _value(x[j])
-        total += np.float64(value * value)
+        total += squared(value)
     return total
 
 
@@ -119,7 +119,7 @@ def _row_and_col(element: Any) -> Any:
 def _weighted(element: Any) -> Any:
     vector = types.float32[::1]
     signature = types.void(element[:, ::1], vector, types.float64[::1], vector)
-    return cached_jit(weighted_sum, signature, str(element), inner=(weigh,), **_OPTIONS)
+    return cached_jit(weighted_sum, signature, str(element), inner=(weigh, squared), **_OPTIONS)
 
 
 @cache
@@ -133,12 +133,12 @@ def _weighted_values(element: Any) -> Any:
 def _deviation(element: Any, other: Any) -> Any:
     vector, sums = types.float32[::1], types.float64[::1]
     signature = types.void(element[:, ::1], vector, sums, other[:, ::1], vector, types.float32, sums)
-    return cached_jit(deviation_sums, signature, f"{element} {other}", inner=(deviate,), **_OPTIONS)
+    return cached_jit(deviation_sums, signature, f"{element} {other}", inner=(deviate, squared), **_OPTIONS)
 
 
 @cache
 def _total(element: Any) -> Any:
-    return cached_jit(total_sum, types.float64(element[::1]), str(element), **_OPTIONS)
+    return cached_jit(total_sum, types.float64(element[::1]), str(element), inner=(squared,), **_OPTIONS)
 
 
 def row_and_col(x: Array) -> tuple[Array, Array]:
@@ -170,11 +170,10 @@ def _parts(x: Array) -> Iterator[tuple[int, int]]:
     return pairwise(len(x) * k // count for k in range(count + 1))
 
 
-def _run(kernel: Any, parts: list[tuple[Any, ...]]) -> None:
+def _run(kernel: Any, parts: list[tuple[Any, ...]]) -> list[Any]:
+    """What the kernel returns for each part, the first one in this thread."""
     helpers = [thread_pool().submit(kernel, *part) for part in parts[1:]]
-    kernel(*parts[0])
-    for helper in helpers:
-        helper.result()
+    return [kernel(*parts[0]), *(helper.result() for helper in helpers)]
 
 
 def _by_rows(kernel: Any, by_row: list[Array], shared: list[Any], after: Sequence[Array] = ()) -> tuple[Array, Array]:
@@ -195,9 +194,6 @@ def _by_rows(kernel: Any, by_row: list[Array], shared: list[Any], after: Sequenc
 
 def total(x: Array) -> float:
     """The sum of the squares of a flat array."""
-    kernel = _total(_ELEMENTS[x.dtype])
-    count = min(torch.get_num_threads(), -(-x.size // ELEMENTS_PER_THREAD))
-    bounds = [x.size * k // count for k in range(count + 1)]
-    helpers = [thread_pool().submit(kernel, x[a:b]) for a, b in pairwise(bounds[1:])]
-    result: float = kernel(x[: bounds[1]]) + sum(helper.result() for helper in helpers)
+    first, *others = _run(_total(_ELEMENTS[x.dtype]), [(x[a:b],) for a, b in _parts(x)])
+    result: float = first + sum(others)
     return result
