@@ -80,14 +80,15 @@ class Adafactor(StagedOptimizer):
     Args:
         params: tensors, ``(name, tensor)`` pairs or groups, as in ``torch.optim``.
         lr: :math:`\rho_t`. None with ``relative_step``, which sets it to ``min(1e-2, 1/sqrt(t))``.
-        eps: :math:`(\epsilon_1, \epsilon_2)`. With torch's semantics :math:`\epsilon_1` may be None: the machine epsilon
-            of the parameter's dtype.
+        eps: :math:`(\epsilon_1, \epsilon_2)`. None: (1e-30, 1e-3) or, with torch's semantics, (None, 1e-3), where None is
+            the machine epsilon of the parameter's dtype.
         clip_threshold: :math:`d`, the largest root mean square of an update.
         decay_rate: exponent of :math:`t` in :math:`\hat\beta_2`, negative.
         beta1: decay of the momentum; None: no momentum is kept.
         weight_decay: :math:`\lambda`.
         scale_parameter: multiply the step by the parameter's root mean square; else :math:`\alpha = \rho_t`.
-        relative_step: see ``lr``.
+        relative_step: see ``lr``. None (the default): only where no lr is given, for a group as for the whole. transformers
+            takes True for it and so refuses every lr unless told otherwise; here an lr that is given is used.
         warmup_init: with ``relative_step``: ``min(1e-6 * t, 1/sqrt(t))``.
         semantics: "transformers" as above; "torch" as ``torch.optim.Adafactor``, whose lr is 1e-2 by default:
             :math:`\rho_t = \min(lr, 1/\sqrt t)`, decay by :math:`lr\,\lambda`, :math:`\epsilon_1` not added to squares but
@@ -104,13 +105,13 @@ class Adafactor(StagedOptimizer):
 
     hyperparameters: ClassVar[dict[str, Any]] = {
         "lr": optional(check_nonnegative),
-        "eps": tuple_of(optional(check_nonnegative), check_nonnegative),
+        "eps": optional(tuple_of(optional(check_nonnegative), check_nonnegative)),
         "clip_threshold": check_positive,
         "decay_rate": _check_decay_rate,
         "beta1": optional(check_fraction),
         "weight_decay": check_nonnegative,
         "scale_parameter": check_flag,
-        "relative_step": check_flag,
+        "relative_step": optional(check_flag),
         "warmup_init": check_flag,
         "semantics": one_of("transformers", "torch"),
     }
@@ -119,19 +120,17 @@ class Adafactor(StagedOptimizer):
         self,
         params: Params,
         lr: float | Any = None,
-        eps: Sequence[float | None] = (1e-30, 1e-3),
+        eps: Sequence[float | None] | None = None,
         clip_threshold: float = 1.0,
         decay_rate: float = -0.8,
         beta1: float | None = None,
         weight_decay: float = 0.0,
         scale_parameter: bool = True,
-        relative_step: bool = True,
+        relative_step: bool | None = None,
         warmup_init: bool = False,
         semantics: str = "transformers",
         **options: Unpack[Options],
     ) -> None:
-        if semantics == "torch" and lr is None:
-            lr = 1e-2
         defaults = {
             "lr": lr,
             "eps": eps,
@@ -150,13 +149,23 @@ class Adafactor(StagedOptimizer):
             )
         super().__init__(params, defaults, options)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group; what is None by default follows from the group's own semantics and lr."""
+        semantics = param_group.get("semantics", self.defaults["semantics"])
+        lr, relative = (param_group.get(name, self.defaults[name]) for name in ("lr", "relative_step"))
+        if param_group.get("eps", self.defaults["eps"]) is None:
+            param_group["eps"] = (None, 1e-3) if semantics == "torch" else (1e-30, 1e-3)
+        if semantics == "torch" and lr is None:
+            param_group["lr"] = 1e-2
+        if relative is None:
+            param_group["relative_step"] = lr is None and semantics != "torch"
+        super().add_param_group(param_group)
+
     def _check(self, group: dict[str, Any], where: str) -> None:
         super()._check(group, where)
-        if group["semantics"] == "torch":
+        if group["semantics"] == "torch" or "params" not in group:  # groups may bring rates of their own
             return
-        if (
-            group["lr"] is None and not group["relative_step"] and "params" in group
-        ):  # groups may bring rates of their own
+        if group["lr"] is None and not group["relative_step"]:
             raise ValueError(f"lr=None with relative_step=False{where}: nothing sets the step size. Pass one of them.")
         if group["warmup_init"] and not group["relative_step"]:
             raise ValueError(
