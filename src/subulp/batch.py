@@ -76,7 +76,7 @@ class Batch:
 
 def numbers(group: Group) -> Group:
     """The group with hyper-parameters that are tensors read as numbers; the group itself if none is."""
-    return map_tensors(group, lambda t: t.item() if t.numel() == 1 else t)
+    return map_tensors(group, lambda t: t.detach().item() if t.numel() == 1 else t)
 
 
 def map_tensors(group: Group, change: Callable[[Tensor], Any]) -> Group:

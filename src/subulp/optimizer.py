@@ -25,6 +25,7 @@ from subulp.options import (
     COMMON_CHECKS,
     DEFAULTS,
     Check,
+    as_real,
     normal_rounding,
     normal_state_dtype,
     reject_unknown,
@@ -365,10 +366,11 @@ class Optimizer(torch.optim.Optimizer):
         """The update as autograd sees it: also of hyper-parameters that are tensors."""
         if self._overflowed():
             return
-        factor = self._read_factor({**batch.group, "maximize": False})
-        for i, (group, step) in enumerate(zip(batch.owners(), registry.advance(counters), strict=True)):
-            scalars = self.scalars(map_tensors(group, lambda t: t.view(())), float(step))
-            record_update(rule, [column[i] for column in columns], batch.grads[i] * factor, scalars, group["maximize"])
+        factor = self._read_factor(batch.group)
+        with torch.enable_grad():
+            for i, (group, step) in enumerate(zip(batch.owners(), registry.advance(counters), strict=True)):
+                scalars = self.scalars(map_tensors(group, lambda t: t.view(())), float(step))
+                record_update(rule, [column[i] for column in columns], batch.grads[i] * factor, scalars)
 
     def _cast_states(self, group: dict[str, Any]) -> None:
         """Brings the states of a group whose ``state_dtype`` has been edited to it, rounding to nearest."""
@@ -386,7 +388,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         if all("step" in self.state[p] for p in batch.params):
             return None
-        still = [group["lr"] is not None and float(group["lr"]) == 0 for group in batch.groups]
+        still = [group["lr"] is not None and as_real("lr", group["lr"]) == 0 for group in batch.groups]
         if not any(still):
             return None
         owners, paused = batch.owners(), np.repeat(still, batch.counts)

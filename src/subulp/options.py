@@ -94,7 +94,7 @@ def as_real(what: str, value: Any) -> float:
             raise ValueError(
                 f"{what} is a tensor of shape {tuple(value.shape)}: pass a real number or a one-element tensor."
             )
-        return float(value)
+        return float(value.detach())
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{what}={value!r} is a {type(value).__name__}: pass a number, e.g. float(...) of it.")
     return float(value)

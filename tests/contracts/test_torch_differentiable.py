@@ -124,7 +124,7 @@ def descent(make: Make, options: dict[str, Any], names: Sequence[str], steps: in
         p = p.clone()
         opt = make([p], differentiable=True, **{**options, **hyperparameters(names, values)})
         for _ in range(steps):
-            (p.grad,) = torch.autograd.grad(loss(p), p, create_graph=True)
+            (p.grad,) = torch.autograd.grad(loss(p.clone()), p, create_graph=True)  # the step overwrites p
             opt.step()
             opt.zero_grad()
         return (loss(p), p, *recorded(opt, p))

@@ -93,13 +93,12 @@ def _draw(index: Tensor, seed: int, stream: int, step: int, slot: int) -> Draw:
     return draw
 
 
-def record_update(rule: Rule, written: Sequence[Tensor], grad: Tensor, scalars: Sequence[Any], maximize: bool) -> None:
+def record_update(rule: Rule, written: Sequence[Tensor], grad: Tensor, scalars: Sequence[Any]) -> None:
     """The update as autograd sees it: the formula on the tensors themselves, in their own precision.
 
     It works on copies of what it overwrites, whose old values the backward pass needs. Scalars may be tensors.
     """
-    with torch.enable_grad():
-        tensors = [torch.view_as_real(t) if t.is_complex() else t for t in (*written, -grad if maximize else grad)]
-        g, (old, *states) = tensors[-1], [t.clone() for t in tensors[:-1]]
-        for t, value in zip(tensors, rule.formula(old, g, *states, *scalars), strict=False):
-            t.copy_(value)
+    tensors = [torch.view_as_real(t) if t.is_complex() else t for t in (*written, grad)]
+    g, (old, *states) = tensors[-1], [t.clone() for t in tensors[:-1]]
+    for t, value in zip(tensors, rule.formula(old, g, *states, *scalars), strict=False):
+        t.copy_(value)

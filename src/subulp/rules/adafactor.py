@@ -131,17 +131,15 @@ class Adafactor(StagedOptimizer):
         semantics: str = "transformers",
         **options: Unpack[Options],
     ) -> None:
+        self._given = {"lr": lr, "eps": eps, "relative_step": relative_step, "semantics": semantics}
         defaults = {
-            "lr": lr,
-            "eps": eps,
+            **self._resolved({}),
             "clip_threshold": clip_threshold,
             "decay_rate": decay_rate,
             "beta1": beta1,
             "weight_decay": weight_decay,
             "scale_parameter": scale_parameter,
-            "relative_step": relative_step,
             "warmup_init": warmup_init,
-            "semantics": semantics,
         }
         if semantics == "transformers" and lr is not None and relative_step:
             raise ValueError(
@@ -151,15 +149,23 @@ class Adafactor(StagedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; what is None by default follows from the group's own semantics and lr."""
-        semantics = param_group.get("semantics", self.defaults["semantics"])
-        lr, relative = (param_group.get(name, self.defaults[name]) for name in ("lr", "relative_step"))
-        if param_group.get("eps", self.defaults["eps"]) is None:
-            param_group["eps"] = (None, 1e-3) if semantics == "torch" else (1e-30, 1e-3)
-        if semantics == "torch" and lr is None:
-            param_group["lr"] = 1e-2
-        if relative is None:
-            param_group["relative_step"] = lr is None and semantics != "torch"
+        param_group.update(self._resolved(param_group))
         super().add_param_group(param_group)
+
+    def _resolved(self, group: dict[str, Any]) -> dict[str, Any]:
+        given = {**self.__dict__.get("_given", self.__dict__.get("defaults", {})), **group}  # a copy has the defaults alone
+        lr, eps, relative_step, semantics = (given[name] for name in ("lr", "eps", "relative_step", "semantics"))
+        is_torch = semantics == "torch"
+        if eps is None:
+            eps = (None, 1e-3) if is_torch else (1e-30, 1e-3)
+        if relative_step is None:
+            relative_step = lr is None and not is_torch
+        return {
+            "lr": 1e-2 if lr is None and is_torch else lr,
+            "eps": eps,
+            "relative_step": relative_step,
+            "semantics": semantics,
+        }
 
     def _check(self, group: dict[str, Any], where: str) -> None:
         super()._check(group, where)
