@@ -1,4 +1,4 @@
-"""subulp's classes in the place of torch's, over torch's own tables: values, options, gradients and parameters of every kind."""
+"""subulp's classes in the place of torch's, over torch's own tables: values, options, gradients, kinds of parameters."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_foreach_and_fused_change_nothing(swap, dtype):
         for flags in ({}, {"foreach": True}, {"foreach": False, "fused": True}, {"foreach": None, "fused": False}):
             params = make_params(sizes, dtype)
             opt = swap.make(params, **kwargs, **flags)
-            for step in range(STEPS):
+            for step in range(3):
                 set_some_grads(params, step)
                 opt.step()
             results.append(everything(opt, params))
@@ -180,7 +180,9 @@ def test_steps_without_or_with_zero_gradients_are_idle(swap):
         for grad in (None, torch.zeros(5, 1)):
             # torch's AdamW and Muon decay by default.
             p = Parameter(torch.randn(5, 1))
-            opt = swap.make([p], **{**kwargs, "weight_decay": 0.0 if grad is not None else kwargs.get("weight_decay", 0)})
+            opt = swap.make(
+                [p], **{**kwargs, "weight_decay": 0.0 if grad is not None else kwargs.get("weight_decay", 0)}
+            )
             before, p.grad = p.detach().clone(), grad
             assert opt.step(lambda: 1.5) == 1.5
             assert same_bits(p.detach(), before), description
@@ -225,7 +227,9 @@ def test_complex_parameters_are_pairs_of_reals(swap):
     for description, kwargs in swap.flagged():
         kinds = (torch.complex64, torch.complex64, torch.float32)
         params = [make_params((s,), kind)[0] for s, kind in zip(((10, 5), (10,), (10, 5)), kinds, strict=True)]
-        real = [Parameter(torch.view_as_real(p.detach()).clone() if p.is_complex() else p.detach().clone()) for p in params]
+        real = [
+            Parameter(torch.view_as_real(p.detach()).clone() if p.is_complex() else p.detach().clone()) for p in params
+        ]
         theirs = [Parameter(p.detach().clone()) for p in params]
         opts = swap.make(params, **kwargs), swap.make(real, **kwargs)
         other = swap.theirs(theirs, **{**kwargs, "fused": None})
