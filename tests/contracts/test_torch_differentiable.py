@@ -153,7 +153,8 @@ def test_gradients_of_hyperparameters_are_torchs(swap, names):
     # From states that exist: torch detaches SGD's first buffer, and counts steps in fp32 unless told otherwise. One step:
     # in a second one torch's Adam overwrites what the graph of the first needs.
     assert differs("differentiable", "SGD's first momentum")
-    for options in ({}, {"momentum": 0.9, "nesterov": True}) if swap.name == "SGD" else ({}, {"amsgrad": True}):
+    cases: dict[str, list[dict[str, Any]]] = {"SGD": [{}, {"momentum": 0.9, "nesterov": True}]}
+    for options in cases.get(swap.name, [{}, {"amsgrad": True}]):
         found = []
         for make in (swap.make, swap.theirs):
             values = tensors(names)
