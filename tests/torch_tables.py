@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,19 +22,15 @@ Kwargs = dict[str, Any]
 
 @cache
 def _database() -> dict[str, Any]:
-    # Imported at the first use: it takes five seconds, and switches torch's global flags off for the whole process.
-    flag = "__allow_nonbracketed_mutation_flag"
-    before = getattr(torch.backends, flag, True)
+    # Imported at the first use: it takes five seconds. It would also forbid the whole process to set torch.backends' flags.
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), mock.patch.object(torch.backends, "disable_global_flags", lambda: None):
             warnings.simplefilter("ignore")
             module: Any = importlib.import_module("torch.testing._internal.common_optimizers")
     except ImportError as error:
         pytest.skip(
             f"torch {torch.__version__} gives no optimizer tables ({error}); pip install expecttest if that is it."
         )
-    finally:
-        setattr(torch.backends, flag, before)
     return {info.optim_cls.__name__: info for info in module.optim_db}
 
 

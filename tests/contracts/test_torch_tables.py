@@ -48,6 +48,11 @@ def tolerance(swap: Swap, dtype: torch.dtype) -> float:
     return STEPS * 8 * 4 * torch.finfo(dtype).eps
 
 
+def test_reading_the_tables_leaves_torchs_flags_alone():
+    assert list(SWAPS[0].inputs())
+    assert not torch.backends.flags_frozen()
+
+
 @all_swaps
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_values_are_torchs(swap, dtype):
