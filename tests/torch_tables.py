@@ -24,7 +24,7 @@ Kwargs = dict[str, Any]
 def _database() -> dict[str, Any]:
     # Imported at the first use: it takes five seconds. It would also forbid the whole process to set torch.backends' flags.
     try:
-        with warnings.catch_warnings(), mock.patch.object(torch.backends, "disable_global_flags", lambda: None):
+        with warnings.catch_warnings(), mock.patch.object(torch.backends, "disable_global_flags"):
             warnings.simplefilter("ignore")
             module: Any = importlib.import_module("torch.testing._internal.common_optimizers")
     except ImportError as error:
