@@ -1,4 +1,4 @@
-"""torch's own tables of optimizer inputs. They are in ``torch.testing._internal``: nothing else here may import from there."""
+"""torch's own tables of optimizer inputs. They are in ``torch.testing._internal``: nothing else may import from there."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,17 +22,15 @@ Kwargs = dict[str, Any]
 
 @cache
 def _database() -> dict[str, Any]:
-    # Imported at the first use: it takes five seconds, and switches torch's global flags off for the whole process.
-    flag = "__allow_nonbracketed_mutation_flag"
-    before = getattr(torch.backends, flag, True)
+    # Imported at the first use: it takes five seconds. It would also forbid the whole process to set torch.backends' flags.
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), mock.patch.object(torch.backends, "disable_global_flags"):
             warnings.simplefilter("ignore")
             module: Any = importlib.import_module("torch.testing._internal.common_optimizers")
     except ImportError as error:
-        pytest.skip(f"torch {torch.__version__} gives no optimizer tables ({error}); pip install expecttest if that is it.")
-    finally:
-        setattr(torch.backends, flag, before)
+        pytest.skip(
+            f"torch {torch.__version__} gives no optimizer tables ({error}); pip install expecttest if that is it."
+        )
     return {info.optim_cls.__name__: info for info in module.optim_db}
 
 
@@ -39,7 +38,7 @@ def _read(entry: Any, *names: str) -> list[Any]:
     missing = [name for name in names if not hasattr(entry, name)]
     if missing:
         pytest.fail(
-            f"torch {torch.__version__} has no {missing} in an entry of its optimizer tables: tests/torch_tables.py must follow."
+            f"torch {torch.__version__} has no {missing} in its optimizer tables any more: tests/torch_tables.py must follow."
         )
     return [getattr(entry, name) for name in names]
 
@@ -131,8 +130,14 @@ elementwise_swaps = pytest.mark.parametrize("swap", ELEMENTWISE, ids=repr)
 DIFFERENCES: dict[tuple[str, str], str] = {
     ("keyword", "beta2_decay"): "transformers' decay_rate: one class serves both semantics (Swap.renamed).",
     ("keyword", "d"): "transformers' clip_threshold, as above.",
-    ("group key", "AdamW decoupled_weight_decay"): "torch's AdamW is its Adam with this flag; it takes no such keyword either.",
-    ("error", "lr as Tensor doesn't work with foreach & not capturable"): "foreach is ignored; tensors are always taken.",
+    (
+        "group key",
+        "AdamW decoupled_weight_decay",
+    ): "torch's AdamW is its Adam with this flag set; it is no keyword.",
+    (
+        "error",
+        "lr as Tensor doesn't work with foreach & not capturable",
+    ): "foreach is ignored; tensors are always taken.",
     ("error", "betas must be either both floats or both Tensors"): "Each is read by itself: a mixture is no problem.",
     (
         "error",
@@ -141,8 +146,18 @@ DIFFERENCES: dict[tuple[str, str], str] = {
     ("sparse", "SGD"): "torch's SGD takes sparse gradients; ours refuses them as every other class does.",
     ("zero size", "Adafactor"): "torch's divides by the number of elements; ours leaves empty parameters alone.",
     ("zero size", "Muon"): "torch's divides by the number of rows; ours leaves empty parameters alone.",
-    ("step dtype", "*"): "Ours is float64 under every default dtype, so that it counts exactly; torch's float32 stops at 2**24.",
-    ("state names", "Adafactor"): "transformers' exp_avg_sq_row, _col, exp_avg_sq, not torch's row_var, col_var, variance.",
+    (
+        "step dtype",
+        "*",
+    ): "Ours is float64 under every default dtype and counts exactly; float32 stops at 2**24.",
+    (
+        "state names",
+        "Adafactor",
+    ): "transformers' exp_avg_sq_row, _col, exp_avg_sq, not torch's row_var, col_var, variance.",
+    (
+        "differentiable",
+        "SGD's first momentum",
+    ): "torch detaches the first buffer from the graph; ours keeps its gradient.",
     ("capturable", "cpu"): "torch's capturable=True refuses CPU parameters; ours accepts it, with the bits of False.",
 }
 """Every case where ours differ from torch's on purpose, and why. A test that skips a case looks it up here."""

@@ -15,7 +15,8 @@ from tests.bits import same_bits
 from tests.models import everything, make_params, set_grads, train
 from tests.torch_tables import Model, all_swaps, differs
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+# bf16 where bits are compared: a state that went astray would change the noise as well.
+BF16 = torch.bfloat16
 NAMED = [(a, b) for a in (False, True) for b in (False, True)]
 
 
@@ -40,13 +41,12 @@ def without_names(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 @all_swaps
-@DTYPES
 @pytest.mark.parametrize("named", NAMED, ids=str)
-def test_a_loaded_optimizer_continues_with_the_same_bits(swap, dtype, named):
-    for description, kwargs in swap.flagged():
-        model, other_model = Model(swap.matrices, dtype), Model(swap.matrices, dtype)
+def test_a_loaded_optimizer_continues_with_the_same_bits(swap, named):
+    for description, kwargs in swap.flagged() if named == (False, False) else swap.inputs():
+        model, other_model = Model(swap.matrices, BF16), Model(swap.matrices, BF16)
         opt = swap.make(given(model, named[0]), **kwargs)
-        model.train(opt, 4)
+        model.train(opt, 2)
         with torch.no_grad():
             other_model.weight.copy_(model.weight)
             other_model.bias.copy_(model.bias)
@@ -56,8 +56,8 @@ def test_a_loaded_optimizer_continues_with_the_same_bits(swap, dtype, named):
         other.load_state_dict(saved)
         names = other.state_dict()["param_groups"][0].get("param_names")
         assert names == ([n for n, _ in model.named] if any(named) else None), description
-        model.train(opt, 3)
-        other_model.train(other, 3)
+        model.train(opt, 2)
+        other_model.train(other, 2)
         assert all(map(same_bits, model.params, other_model.params)), description
         first, second = without_names(opt.state_dict()), without_names(other.state_dict())
         assert equal(first, second), description
@@ -68,11 +68,10 @@ def test_a_loaded_optimizer_continues_with_the_same_bits(swap, dtype, named):
 
 
 @all_swaps
-@DTYPES
-def test_state_dicts_survive_files(swap, dtype):
-    for description, kwargs in swap.flagged():
+def test_state_dicts_survive_files(swap):
+    for description, kwargs in swap.inputs():
         for named in (False, True):
-            model = Model(swap.matrices, dtype)
+            model = Model(swap.matrices, BF16)
             opt = swap.make(given(model, named), **kwargs)
             model.train(opt, 2)
             file = io.BytesIO()
@@ -132,14 +131,13 @@ def test_state_dicts_go_to_torch_and_back(swap):
 
 
 @all_swaps
-@DTYPES
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-def test_copies_have_all_attributes_and_continue(swap, dtype, way):
+def test_copies_have_all_attributes_and_continue(swap, way):
     def public(opt: Any) -> set[str]:
         return {name for name in vars(opt) if not name.startswith("_")}
 
-    for description, kwargs in swap.flagged():
-        params = make_params(((3, 4), (5, 2)), dtype)
+    for description, kwargs in swap.inputs():
+        params = make_params(((3, 4), (5, 2)), BF16)
         opt = swap.make(params, **kwargs)
         train(opt, params, 2)
         pair = (params, opt)
@@ -237,16 +235,16 @@ def test_load_state_dict_hooks(swap):
 
 
 @all_swaps
-@pytest.mark.parametrize("default", [torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("default", [torch.float64, torch.float16])
 def test_the_default_dtype_changes_nothing(swap, default):
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        for description, kwargs in swap.flagged():
+        for description, kwargs in swap.inputs():
             results = []
             for current in (torch.float32, default):
                 params = make_params(((3, 4), (5, 2)), dtype)
                 torch.set_default_dtype(current)
                 try:
-                    opt = swap.make(params, **copy.deepcopy(kwargs))
+                    opt = swap.make(params, **{**copy.deepcopy(kwargs), "foreach": True})
                     for step in range(3):
                         if step != 1:
                             set_grads(params, step)
