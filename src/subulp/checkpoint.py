@@ -91,7 +91,8 @@ def _packed(optimizer: Any, p: Tensor, group: dict[str, Any], entry: StateDict, 
     found = {s: like_state(v, p, s) for s in specs if (v := s.found_in(entry, p.shape)) is not None}
     check_state(p, found, where)
     _check_complete(entry, key, specs, [spec for spec in specs if spec not in found])
-    entry = {k: v for k, v in entry.items() if k not in {s.alias for s in found}}
+    foreign = {spec.alias for spec in found} - {spec.name for spec in specs}
+    entry = {k: v for k, v in entry.items() if k not in foreign}
     entry.update((spec.name, value) for spec, value in found.items())
     if "step" in entry:
         entry["step"] = torch.tensor(check_step("step", entry["step"], where), dtype=torch.float64)

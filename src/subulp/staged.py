@@ -208,7 +208,7 @@ class StagedOptimizer(Optimizer):
         for p, grad, where in zip(batch.params, batch.grads, batch.where(), strict=True):
             check_param(p, where)
             if p.is_complex():
-                raise TypeError(f"A parameter is {p.dtype}{where}: {type(self).__name__} trains real parameters.")
+                raise RuntimeError(f"A parameter is {p.dtype}{where}: {type(self).__name__} trains real parameters.")
             check_grad(p, grad, False, where)
             state = self.state.get(p) or {}
             check_state(p, {s: state[s.name] for s in self.states(group, p) if s.name in state}, where)
