@@ -48,6 +48,9 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     hyperparameters: ClassVar[dict[str, Check]] = {}
+    run_state: ClassVar[frozenset[str]] = frozenset()
+    """Group keys that the optimizer itself writes: they come from the checkpoint and never from settings."""
+
     _checks: ClassVar[dict[str, Check]] = COMMON_CHECKS
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
