@@ -62,7 +62,8 @@ class Swap:
         return self.name
 
     def make(self, params: Any, **kwargs: Any) -> subulp.optimizer.Optimizer:
-        return self.ours(params, **{self.renamed.get(key, key): value for key, value in kwargs.items()})
+        # One stream for all, since tests compare two in one process.
+        return self.ours(params, stream=0, **{self.renamed.get(key, key): value for key, value in kwargs.items()})
 
     def pair(self, ours: Any, theirs: Any, kwargs: Kwargs) -> tuple[subulp.optimizer.Optimizer, torch.optim.Optimizer]:
         """Both on equal inputs; neither writes into the other's tensors."""

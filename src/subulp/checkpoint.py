@@ -63,7 +63,7 @@ def pack(optimizer: Any, state_dict: StateDict) -> StateDict:
     try:
         for number, (group, own) in enumerate(zip(groups, optimizer.param_groups, strict=False)):
             for key, value in own.items():
-                if key in optimizer.defaults:
+                if key in optimizer.defaults or key in optimizer._checks:
                     group.setdefault(key, value)
             optimizer._check(
                 {k: v for k, v in group.items() if k != "params"}, f" (param group {number} of the checkpoint)"

@@ -53,6 +53,12 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     hyperparameters: ClassVar[dict[str, Check]] = {}
+    run_state: ClassVar[frozenset[str]] = frozenset()
+    """Group keys that the optimizer itself writes: they come from the checkpoint and never from settings."""
+
+    own_settings: ClassVar[tuple[str, ...]] = ()
+    """Attributes that copies and pickles keep; torch keeps defaults, state and groups."""
+
     _checks: ClassVar[dict[str, Check]] = COMMON_CHECKS
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -94,7 +100,7 @@ class Optimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as in torch; its hyper-parameters and dtypes are checked first, and nothing changes on error."""
         groups = len(self.param_groups)
-        warn_of_misspelt(param_group, self.defaults, f" (param group {groups})")
+        warn_of_misspelt(param_group, {**self.defaults, **self._checks, "params": None}, f" (param group {groups})")
         super().add_param_group(param_group)
         self._streams.clear()
         try:
@@ -194,6 +200,10 @@ class Optimizer(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("_step_supports_amp_scaling", *self.own_settings)
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in kept if name in self.__dict__}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

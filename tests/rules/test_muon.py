@@ -147,9 +147,9 @@ rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 mesh = init_device_mesh("cpu", (2,))
 for dim in (0, 1):
-    plain = make_params(((7, 5), (5, 9), (1, 4)))
+    plain = make_params(((7, 5), (5, 9), (1, 4), (3, 4, 5), (6, 3, 2, 2)))
     sharded = [torch.nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [Shard(dim)])) for p in plain]
-    opts = [subulp.Muon(params, lr=0.02) for params in (plain, sharded)]
+    opts = [subulp.Muon(params, lr=0.02, view="auto") for params in (plain, sharded)]
     for step in range(3):
         set_grads(plain, step)
         for p, q in zip(plain, sharded):

@@ -114,6 +114,7 @@ class Prodigy(StagedOptimizer):
         "growth_rate": _check_growth_rate,
         "slice_p": _check_slice,
     }
+    run_state = frozenset(("d", "d_max", "d_numerator", "d_denom", "d_hat", "k"))
 
     def __init__(
         self,
