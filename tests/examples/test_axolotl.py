@@ -73,7 +73,9 @@ def test_the_plugin_gives_the_trainer_its_optimizer(plugin, tmp_path):
 
 
 def test_options_are_optional_and_must_be_typed(plugin):
-    arguments = SimpleNamespace(learning_rate=1e-5, weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8)
+    arguments = SimpleNamespace(
+        learning_rate=1e-5, weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8
+    )
     t = SimpleNamespace(args=arguments)
     plugin.post_trainer_create(SimpleNamespace(optim_args=None), t)
     assert t.optimizer_cls_and_kwargs[0] is subulp.AdamW
