@@ -76,7 +76,7 @@ def create_optimizer(
         options["betas"] = tuple(betas)
     if name in _EPS_PAIR and config.get("eps") is not None and config.get("eps2") is not None:
         options["eps"] = (config["eps"], config["eps2"])
-    optimizer = cls([dict(group) for group in groups], **options)
+    optimizer = cls([_named(group) for group in groups], **options)
     if state_dict is not None:
         converted, notes = subulp.convert(state_dict, optimizer)
         for note in notes:
@@ -86,3 +86,9 @@ def create_optimizer(
         for group, settings in zip(optimizer.param_groups, fresh, strict=True):
             group.update(settings)
     return optimizer
+
+
+def _named(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The group with names for its parameters, by which their noise goes: groups may come and go between two runs."""
+    names = [f"{group['name']}.{i}" for i in range(len(group["params"]))] if "name" in group else None
+    return {**group, "param_names": names} if names is not None else dict(group)

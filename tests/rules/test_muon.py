@@ -41,7 +41,7 @@ def test_backends_give_equal_bits(dtype):
     results = []
     for backend in ("eager", "numba"):
         params = make_params(SHAPES, dtype)
-        opt = subulp.Muon(params, lr=0.02, backend=backend)
+        opt = subulp.Muon(params, lr=0.02, backend=backend, stream=0)
         train(opt, params, 3)
         results.append(everything(opt, params))
     assert all(map(same_bits, *results))
@@ -52,7 +52,7 @@ def test_batches_and_single_updates_give_equal_bits(monkeypatch):
     for limit in (1 << 24, 1):
         monkeypatch.setattr(muon, "BATCH", limit)
         params = make_params(SHAPES)
-        opt = subulp.Muon(params, lr=0.02)
+        opt = subulp.Muon(params, lr=0.02, stream=0)
         train(opt, params, 3)
         results.append(everything(opt, params))
     assert all(map(same_bits, *results))
@@ -93,10 +93,10 @@ def test_other_groups_take_adamw(flag):
     matrices, rest = make_params(((6, 5),)), make_params(((7,), (2, 3, 4), (4, 4)))
     alone = make_params(((7,), (2, 3, 4), (4, 4)))
     groups = [{"params": matrices, "optim_type": "muon"}, {"params": rest, "lr": 3e-3, "weight_decay": 0.2, **flag}]
-    opt = subulp.Muon(groups, lr=0.02)
+    opt = subulp.Muon(groups, lr=0.02, stream=0)
     # The noise of an unnamed parameter goes by its position over all groups.
     other = subulp.AdamW(
-        [{"params": make_params(((6, 5),))}, {"params": alone}], lr=3e-3, betas=(0.9, 0.95), weight_decay=0.2
+        [{"params": make_params(((6, 5),))}, {"params": alone}], lr=3e-3, betas=(0.9, 0.95), weight_decay=0.2, stream=0
     )
     train(opt, [*matrices, *rest], 4)
     train(other, [*other.param_groups[0]["params"], *alone], 4)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from subulp.batch import Batch
 from subulp.optimizer import Optimizer, Params
 from subulp.options import (
     Options,
@@ -165,10 +166,11 @@ class Muon(StagedOptimizer):
     def scalars(self, group: dict[str, Any], step: Any) -> tuple[Any, ...]:
         return scalars_of(group, step)  # of AdamW groups
 
-    def _prepared(self, number: int | None, group: dict[str, Any], params: Sequence[Tensor]) -> Callable[[], None]:
-        if group["use_muon"]:
-            return super()._prepared(number, group, params)
-        return Optimizer._prepared(self, number, group, params)
+    def _kind(self, group: dict[str, Any]) -> Any:
+        return super()._kind(group) if group["use_muon"] else Optimizer._kind(self, group)
+
+    def _prepared(self, batch: Batch) -> Callable[[], None]:
+        return super()._prepared(batch) if batch.group["use_muon"] else Optimizer._prepared(self, batch)
 
     def update_all(self, parameters: list[Stages]) -> None:
         for batch in _batches(parameters):
