@@ -87,7 +87,7 @@ def moved(make: Callable[[list[nn.Parameter]], list[Any]], n: int = 4096) -> lis
 @pytest.mark.parametrize("cls", [subulp.AdamW, subulp.Lion])
 def test_equal_parameters_of_unnamed_optimizers_do_not_round_alike(cls):
     """``klass([p])`` for each parameter, as the hosts do: every parameter is the first of its optimizer."""
-    # Needs the stream by creation count of optimizers without names (group option ``stream``).
+    # Each optimizer without names begins its streams apart from the others' (group option ``stream``).
     first, second = moved(lambda params: [cls([p], lr=1e-4, weight_decay=0.0) for p in params])
     assert 100 < int(first.sum()) < 3000
     # Independent masks with these frequencies agree this often; the same noise would agree everywhere.

@@ -72,7 +72,7 @@ def test_automatic_optimisation_with_clipping(cls, precision, tmp_path):
 
 
 def test_training_resumes_bit_for_bit(tmp_path):
-    whole, first, second = (Module(lr=1e-2) for _ in range(3))
+    whole, first, second = (Module(lr=1e-2, stream=0) for _ in range(3))
     options = {"precision": "bf16-true"}
     fit(whole, tmp_path / "a", 4, **options, enable_checkpointing=False)
     trainer = fit(first, tmp_path / "b", 2, **options)

@@ -153,7 +153,10 @@ class Adafactor(StagedOptimizer):
         super().add_param_group(param_group)
 
     def _resolved(self, group: dict[str, Any]) -> dict[str, Any]:
-        given = {**self.__dict__.get("_given", self.__dict__.get("defaults", {})), **group}  # a copy has the defaults alone
+        given = {
+            **self.__dict__.get("_given", self.__dict__.get("defaults", {})),
+            **group,
+        }  # a copy has the defaults alone
         lr, eps, relative_step, semantics = (given[name] for name in ("lr", "eps", "relative_step", "semantics"))
         is_torch = semantics == "torch"
         if eps is None:
