@@ -72,7 +72,7 @@ def test_automatic_optimisation_with_clipping(cls, precision, tmp_path):
 
 
 def test_training_resumes_bit_for_bit(tmp_path):
-    whole, first, second = (Module(lr=1e-2) for _ in range(3))
+    whole, first, second = (Module(lr=1e-2, stream=0) for _ in range(3))
     options = {"precision": "bf16-true"}
     fit(whole, tmp_path / "a", 4, **options, enable_checkpointing=False)
     trainer = fit(first, tmp_path / "b", 2, **options)
@@ -80,3 +80,63 @@ def test_training_resumes_bit_for_bit(tmp_path):
     fit(second, tmp_path / "c", 4, checkpoint=tmp_path / "half.ckpt", **options, enable_checkpointing=False)
     for (name, p), q in zip(whole.named_parameters(), second.named_parameters(), strict=True):
         assert same_bits(p.detach(), q[1].detach()), name
+
+
+class Plain(lightning.LightningModule):  # type: ignore[name-defined]
+    """Leaves its optimizer to the command line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(8, 1)
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        x, y = batch
+        return (self.net(x.to(self.net.weight.dtype)).float().squeeze(-1) - y.float()).square().mean()
+
+
+def command_line(*arguments: str) -> Any:
+    pytest.importorskip("jsonargparse", reason="pip install 'jsonargparse[signatures]'")
+    from lightning.pytorch.cli import LightningCLI
+
+    trainer = {"accelerator": "cpu", "max_steps": 3, "precision": "bf16-true", "logger": False}
+    trainer |= {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return LightningCLI(Plain, run=False, args=list(arguments), trainer_defaults=trainer, save_config_callback=None)
+
+
+def test_the_command_line_takes_the_full_path_and_every_option(tmp_path):
+    options = [
+        "--optimizer.lr=1e-2",
+        "--optimizer.betas=[0.9, 0.95]",
+        "--optimizer.state_dtype=fp32",
+        "--optimizer.seed=3",
+    ]
+    cli = command_line("--optimizer=subulp.AdamW", *options, f"--trainer.default_root_dir={tmp_path}")
+    cli.trainer.fit(cli.model, data())
+    (opt,) = cli.trainer.optimizers
+    assert type(opt) is subulp.AdamW
+    group = opt.param_groups[0]
+    assert (group["lr"], tuple(group["betas"]), group["seed"]) == (1e-2, (0.9, 0.95), 3)
+    assert cli.model.net.weight.dtype == torch.bfloat16
+    assert opt.state[cli.model.net.weight]["exp_avg_sq"].dtype == torch.float32
+
+
+def test_the_command_line_asks_for_the_full_path_of_torchs_class_too(capsys):
+    """jsonargparse looks a short name up among all subclasses of torch.optim.Optimizer that are imported."""
+    cli = command_line("--optimizer=torch.optim.AdamW")
+    assert cli.config.optimizer.class_path == "torch.optim.AdamW"
+    with pytest.raises(SystemExit):
+        command_line("--optimizer=AdamW")
+    assert "torch.optim.AdamW, subulp.AdamW" in capsys.readouterr().err
+    assert command_line("--optimizer=RMSprop").config.optimizer.class_path.startswith("torch.optim.")
+    assert command_line("--optimizer=Lion").config.optimizer.class_path == "subulp.Lion"
+
+
+def test_the_command_line_reads_the_same_from_a_file(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "optimizer:\n  class_path: subulp.SGD\n  init_args: {lr: 0.01, momentum: 0.9, weight_residual: null}\n"
+    )
+    cli = command_line(f"--config={file}", f"--trainer.default_root_dir={tmp_path}")
+    cli.trainer.fit(cli.model, data())
+    assert type(cli.trainer.optimizers[0]) is subulp.SGD
