@@ -375,3 +375,18 @@ def test_states_follow_the_parameter_and_loose_parameters_are_refused(spec):
     stranger.grad = torch.ones(2)
     with pytest.raises(ValueError, match="add_param_group"):
         opt.step_param(stranger)
+
+
+def test_subclasses_do_not_show_namesakes_of_torch_but_their_own():
+    """Tools that look optimizers up by short names (jsonargparse) refuse a name that two classes have."""
+
+    class Mine(subulp.AdamW):
+        pass
+
+    def below(cls):
+        return {cls, *(c for kind in cls.__subclasses__() for c in below(kind))}
+
+    shown = below(torch.optim.Optimizer)
+    assert {Mine, subulp.Lion, torch.optim.AdamW} <= shown
+    assert not {subulp.AdamW, subulp.Adam, subulp.SGD} & shown
+    assert issubclass(Mine, torch.optim.Optimizer)

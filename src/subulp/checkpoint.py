@@ -166,7 +166,7 @@ def _number(value: Any) -> int | float | None:
 def _check_complete(entry: StateDict, key: Any, specs: Sequence[State], missing: Sequence[State]) -> None:
     """A moment that begins at zero in the middle of a run, or without a count of its steps, is not what was saved."""
     steps = check_step("step", entry.get("step", 0), f", parameter {key} of the checkpoint")
-    names = [spec.name for spec in missing]
+    names = [spec.name for spec in missing if not spec.restarts]
     if names and steps > 0:
         raise ValueError(
             f"Parameter {key} of the checkpoint has made {steps:.0f} steps and has no {' or '.join(names)}. "

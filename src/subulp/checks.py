@@ -88,7 +88,7 @@ def check_state(p: Tensor, states: Mapping[State, Any], where: str) -> None:
             found = f"of shape {tuple(t.shape)}" if isinstance(t, Tensor) else f"a {type(t).__name__}"
             raise ValueError(
                 f"The state {spec.name!r} of a parameter of shape {tuple(p.shape)} is {found}{where}: load the checkpoint "
-                "that belongs to this model, or delete the parameter's state."
+                "that belongs to this model (subulp.convert() reads the forms of other optimizers), or delete the state."
             )
         if not (t.is_floating_point() or t.is_complex()):
             raise ValueError(

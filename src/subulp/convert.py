@@ -68,7 +68,7 @@ def convert(state_dict: Mapping[str, Any], optimizer: Optimizer, *, own_settings
     groups: list[dict[str, Any]] = []
     state: dict[Any, Any] = {}
     for number, (group, mine) in enumerate(zip(saved, own, strict=True)):
-        settings = {key: value for key, value in mine.items() if key in optimizer.defaults}
+        settings = {key: value for key, value in mine.items() if key in optimizer.defaults or key in optimizer._checks}
         taken = {} if own_settings else _accepted(group, settings, optimizer, number, notes)
         kept = {key: group[key] for key in _GROUP_KEYS if key in group}
         run = {key: _like(group[key], mine[key]) for key in optimizer.run_state if key in group}

@@ -77,6 +77,19 @@ class Optimizer(torch.optim.Optimizer):
                 if group["stream"] is None:
                     group["stream"] = self.defaults["stream"]
 
+    @classmethod
+    def __subclasses__(cls) -> list[type[Any]]:  # type: ignore[override]
+        """The subclasses, in the place of a namesake of a torch.optim class its own ones.
+
+        Command lines find optimizers by short names (jsonargparse, so Lightning's ``--optimizer AdamW``) among all subclasses
+        of torch's and refuse a name that two have. Full paths do not go through here.
+        """
+        found: list[type[Any]] = []
+        for kind in type.__subclasses__(cls):
+            ours = kind.__module__.partition(".")[0] == __name__.partition(".")[0]
+            found += kind.__subclasses__() if ours and hasattr(torch.optim, kind.__name__) else [kind]
+        return found
+
     # What a subclass defines
 
     def rule(self, group: dict[str, Any]) -> Rule:

@@ -21,7 +21,7 @@ CONVOLUTION, EXPERTS = (6, 3, 2, 2), (4, 5, 7)
 def test_a_flattened_convolution_has_the_bits_of_its_matrix():
     for dtype in (torch.bfloat16, torch.float32):
         weight, matrix = make_params((CONVOLUTION,), dtype), make_params(((6, 12),), dtype)
-        opts = [subulp.Muon(weight, lr=0.02, view="flatten"), subulp.Muon(matrix, lr=0.02)]
+        opts = [subulp.Muon(weight, lr=0.02, view="flatten", stream=0), subulp.Muon(matrix, lr=0.02, stream=0)]
         for opt, params in zip(opts, (weight, matrix), strict=True):
             train(opt, params, 3)
         assert weight[0].shape == CONVOLUTION
@@ -35,7 +35,7 @@ def test_a_flattened_convolution_has_the_bits_of_its_matrix():
 def test_a_flattened_convolution_moves_as_torchs_matrix(adjust_lr_fn):
     """The factor of the rate goes by the matrix (24, 4), not by the kernel's last dimensions."""
     (weight,), (matrix,) = make_params(((24, 1, 2, 2),), torch.float32), make_params(((24, 4),), torch.float32)
-    train(subulp.Muon([weight], lr=0.02, adjust_lr_fn=adjust_lr_fn, view="flatten"), [weight], 1)
+    train(subulp.Muon([weight], lr=0.02, adjust_lr_fn=adjust_lr_fn, view="flatten", stream=0), [weight], 1)
     train(torch.optim.Muon([matrix], lr=0.02, adjust_lr_fn=adjust_lr_fn), [matrix], 1)
     # An entry of O is at most 1.3, the factor at most sqrt(6), and bf16 numbers may round the other way: see test_muon.
     assert (weight.detach().view(24, 4) - matrix.detach()).abs().max() < 0.02 * 2.5 * 1.3 * 4 * 2.0**-8
@@ -45,7 +45,7 @@ def test_a_channels_last_weight_moves_as_a_contiguous_one():
     params, plain = make_params((CONVOLUTION,), torch.float32), make_params((CONVOLUTION,), torch.float32)
     params[0].data = params[0].data.to(memory_format=torch.channels_last)
     for p in (params, plain):
-        train(subulp.Muon(p, lr=0.02, view="auto"), p, 3)
+        train(subulp.Muon(p, lr=0.02, view="auto", stream=0), p, 3)
     assert torch.equal(params[0].detach(), plain[0].detach())
 
 
@@ -54,7 +54,7 @@ def test_a_stack_moves_as_its_matrices(limit, monkeypatch):
     monkeypatch.setattr(muon, "BATCH", limit)
     (stack,) = make_params((EXPERTS,), torch.float32)
     matrices = [Parameter(matrix.clone()) for matrix in stack.detach()]
-    together, alone = subulp.Muon([stack], lr=0.02, view="stack"), subulp.Muon(matrices, lr=0.02)
+    together, alone = subulp.Muon([stack], lr=0.02, view="stack", stream=0), subulp.Muon(matrices, lr=0.02, stream=0)
     for step in range(3):
         grad = torch.randn(EXPERTS, generator=torch.Generator().manual_seed(step))
         stack.grad = grad
@@ -76,7 +76,7 @@ def test_views_are_refused_with_the_cure_and_may_differ_between_groups():
         subulp.Muon(make_params((CONVOLUTION,)), view="cube")
     params, other = make_params((EXPERTS, CONVOLUTION)), make_params((EXPERTS, CONVOLUTION))
     groups = [{"params": params[0], "view": "stack"}, {"params": params[1], "view": "flatten"}]
-    opts = [subulp.Muon(groups, lr=0.02), subulp.Muon(other, lr=0.02, view="auto")]
+    opts = [subulp.Muon(groups, lr=0.02, stream=0), subulp.Muon(other, lr=0.02, view="auto", stream=0)]
     for opt, some in zip(opts, (params, other), strict=True):
         train(opt, some, 2)
     assert all(map(same_bits, everything(opts[0], params), everything(opts[1], other)))
@@ -85,7 +85,7 @@ def test_views_are_refused_with_the_cure_and_may_differ_between_groups():
 def test_a_weight_that_thaws_is_checked_before_anything_changes():
     params = make_params(((3, 4), (5,)))
     params[1].requires_grad_(False)
-    opt = subulp.Muon(params, lr=0.02)
+    opt = subulp.Muon(params, lr=0.02, stream=0)
     before = params[0].detach().clone()
     params[1].requires_grad_(True)
     with pytest.raises(ValueError, match=r"shape \(5,\) .*group 0"):
@@ -109,13 +109,13 @@ def names_of(opt: subulp.Muon) -> dict[bool, list[str]]:
 
 
 def test_groups_are_made_by_name_and_shape():
-    names = names_of(subulp.Muon(Net().named_parameters(), lr=0.02, grouping="auto"))
+    names = names_of(subulp.Muon(Net().named_parameters(), lr=0.02, grouping="auto", stream=0))
     assert names[True] == ["blocks.0.weight", "blocks.1.weight"]
     assert len(names[False]) == len(list(Net().parameters())) - 2
-    names = names_of(subulp.Muon(Net().named_parameters(), lr=0.02, grouping=True, view="auto"))
+    names = names_of(subulp.Muon(Net().named_parameters(), lr=0.02, grouping=True, view="auto", stream=0))
     assert names[True] == ["conv.weight", "blocks.0.weight", "blocks.1.weight"]
     wrapped = [(f"_orig_mod.module.{name}", p) for name, p in Net().named_parameters()]
-    names = names_of(subulp.Muon(wrapped, lr=0.02, grouping="auto"))
+    names = names_of(subulp.Muon(wrapped, lr=0.02, grouping="auto", stream=0))
     assert names[True] == ["_orig_mod.module.blocks.0.weight", "_orig_mod.module.blocks.1.weight"]
 
 
@@ -150,7 +150,7 @@ def test_without_names_shapes_decide():
         shapes = [(30522, 768), (21504, 3072), (768, 30522), (40960, 16), (7,), (4, 3, 2, 2)]
         params = [Parameter(torch.empty(shape, dtype=torch.bfloat16)) for shape in shapes]
     for given in (params, iter(params), [{"params": dict(enumerate(params)).values()}]):
-        opt = subulp.Muon(given, lr=0.02, grouping="auto")
+        opt = subulp.Muon(given, lr=0.02, grouping="auto", stream=0)
         found = {g["use_muon"]: [tuple(p.shape) for p in g["params"]] for g in opt.param_groups}
         assert found == {True: shapes[1:4], False: [shapes[0], *shapes[4:]]}
 
@@ -163,7 +163,7 @@ def test_each_given_group_is_split_and_adam_has_settings_of_its_own():
         {"params": [net.scale], "lr": 0.05},
     ]
     adam = {"lr": 1e-4, "weight_decay": 0.0, "eps": 1e-10, "betas": (0.8, 0.9)}
-    opt = subulp.Muon(groups, lr=0.02, grouping="auto", adam=adam)
+    opt = subulp.Muon(groups, lr=0.02, grouping="auto", adam=adam, stream=0)
     rows = [(g["use_muon"], len(g["params"]), g["lr"], g.get("initial_lr")) for g in opt.param_groups]
     assert rows == [(True, 2, 0.01, 0.01), (False, 2, 1e-4, 1e-4), (False, 1, 0.03, None), (False, 1, 1e-4, None)]
     assert [g["betas"] for g in opt.param_groups[1:]] == [(0.8, 0.9), (0.5, 0.6), (0.8, 0.9)]
@@ -175,9 +175,9 @@ def test_each_given_group_is_split_and_adam_has_settings_of_its_own():
 def test_made_groups_train_save_copy_and_grow():
     net, other = Net(), Net()
     other.load_state_dict(net.state_dict())
-    opt = subulp.Muon(net.named_parameters(), lr=0.02, grouping="auto", adam={"lr": 1e-3})
+    opt = subulp.Muon(net.named_parameters(), lr=0.02, grouping="auto", adam={"lr": 1e-3}, stream=0)
     train(opt, list(net.parameters()), 2)
-    again = subulp.Muon(other.named_parameters(), lr=0.02, grouping="auto", adam={"lr": 1e-3})
+    again = subulp.Muon(other.named_parameters(), lr=0.02, grouping="auto", adam={"lr": 1e-3}, stream=0)
     again.load_state_dict(opt.state_dict())
     assert set(opt.state[next(net.blocks.parameters())]) == {"step", "momentum_buffer", "stream"}
     other.load_state_dict(net.state_dict())

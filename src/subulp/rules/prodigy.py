@@ -164,8 +164,8 @@ class Prodigy(StagedOptimizer):
     def states(self, group: dict[str, Any], p: Tensor | None = None) -> tuple[State, ...]:
         return (
             *RULE.states,
-            State("s", fp32=True, every=group["slice_p"]),
-            State("p0", own=True, every=group["slice_p"]),
+            State("s", fp32=True, every=group["slice_p"], restarts=True),
+            State("p0", own=True, every=group["slice_p"], restarts=True),
         )
 
     def _state_of(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
@@ -181,6 +181,11 @@ class Prodigy(StagedOptimizer):
     def _forget_plans(self) -> None:
         super()._forget_plans()
         self._pending: list[tuple[int, Tensor, Tensor]] = []
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # the authors' package keeps floats
+            group.update((key, torch.as_tensor(group[key], dtype=torch.float64)) for key in self.run_state - {"k"})
 
     def _rate(self) -> float:
         """The common lr of the groups that train."""

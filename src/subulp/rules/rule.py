@@ -26,6 +26,8 @@ class State:
 
     every: int = 1
     """One element is kept for so many of the flattened parameter's; the state is flat then."""
+    restarts: bool = False
+    """May begin anew in the middle of a run."""
     alias: str | None = None
     """Its name in the checkpoints of another implementation, which may keep the averaged dimension with size 1."""
 
