@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,6 +99,11 @@ SPECS = [
 ]
 
 ELEMENTWISE = [spec for spec in SPECS if spec.elementwise]
+
+
+def others_slow(cases: Sequence[Any]) -> list[Any]:
+    """The cases of a parameter, all but the first marked slow."""
+    return [pytest.param(case, marks=() if i == 0 else pytest.mark.slow) for i, case in enumerate(cases)]
 
 
 def first_fast(specs: list[Spec]) -> Any:

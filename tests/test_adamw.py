@@ -141,6 +141,7 @@ def test_small_learning_rate_moves_weights_as_fp32_does(sign):
     assert abs(float(moved[0] / moved[1]) - 1) < 0.02
 
 
+@pytest.mark.slow
 def test_noisy_quadratic_reaches_the_loss_of_fp32():
     """Only the second moment's storage differs. Nearest rounding cannot lower it, so late steps are too small.
 

@@ -95,6 +95,7 @@ print([p.float().sum().item() for net in nets for p in net.parameters()])
 """
 
 
+@pytest.mark.slow
 def test_replicas_of_a_script_draw_the_same():
     outputs = {subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, check=True).stdout for _ in range(2)}
     assert len(outputs) == 1

@@ -14,6 +14,7 @@ from subulp import staged
 from tests.bits import same_bits
 from tests.models import everything, generator, make_params, set_grads, train
 from tests.rules.came_reference import CAMEReference
+from tests.specs import others_slow
 
 SHAPES = ((64, 33), (7,), (4, 6, 5), (8, 3, 3, 3), (1, 1))
 EPS32 = 2.0**-24
@@ -54,7 +55,9 @@ def test_fp32_matches_transformers(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"lr": 1e-3, "weight_decay": 0.1}, {"eps": (1e-3, 1e-2)}, {"maximize": True}], ids=str
+    "options",
+    others_slow([{}, {"lr": 1e-3, "weight_decay": 0.1}, {"eps": (1e-3, 1e-2)}, {"maximize": True}]),
+    ids=str,
 )
 def test_fp32_matches_torch(options: dict[str, Any]) -> None:
     params, reference = make_params(SHAPES, torch.float32), make_params(SHAPES, torch.float32)
@@ -64,7 +67,7 @@ def test_fp32_matches_torch(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"weight_decay": 0.1}, {"bias_correction": True, "clip_threshold": 0.5}], ids=str
+    "options", others_slow([{}, {"weight_decay": 0.1}, {"bias_correction": True, "clip_threshold": 0.5}]), ids=str
 )
 def test_came_in_fp64_matches_its_paper(options: dict[str, Any]) -> None:
     params, reference = make_params(SHAPES, torch.float64), make_params(SHAPES, torch.float64)

@@ -21,7 +21,7 @@ SHAPES = ((64, 33), (33, 64), (64, 33), (5, 5), (1, 7), (0, 4))
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"nesterov": False, "weight_decay": 0.0}, {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}],
+    others_slow([{}, {"nesterov": False, "weight_decay": 0.0}, {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}]),
     ids=str,
 )
 def test_fp32_matches_torch(options):
@@ -142,6 +142,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import subulp
 from tests.bits import same_bits
 from tests.models import make_params, set_grads
+from tests.specs import others_slow
 
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
