@@ -157,6 +157,7 @@ class Optimizer(torch.optim.Optimizer):
         self._last_checked[id(group)] = [group.get(name) for name in names]
         if last is not None and last[-1] != group["state_dtype"]:
             self._recast.append(group)
+            self._plans.clear()  # they hold the addresses of the states as they are
 
     # State
 

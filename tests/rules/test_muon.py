@@ -15,6 +15,7 @@ import subulp
 from subulp.rules import muon
 from tests.bits import same_bits
 from tests.models import everything, make_params, train
+from tests.specs import others_slow
 
 SHAPES = ((64, 33), (33, 64), (64, 33), (5, 5), (1, 7), (0, 4))
 
@@ -142,7 +143,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import subulp
 from tests.bits import same_bits
 from tests.models import make_params, set_grads
-from tests.specs import others_slow
 
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)

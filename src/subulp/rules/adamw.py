@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 
 from subulp.numerics.ops import div, maximum, sqrt
 from subulp.optimizer import Optimizer, Params
-from subulp.options import Options, check_betas, check_nonnegative
+from subulp.options import Options, check_betas, check_flag, check_nonnegative
 from subulp.rules.rule import Rule, State
 
 
@@ -93,6 +93,7 @@ class AdamW(Optimizer):
         "betas": check_betas,
         "eps": check_nonnegative,
         "weight_decay": check_nonnegative,
+        "amsgrad": check_flag,
     }
 
     def __init__(

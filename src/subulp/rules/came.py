@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from subulp.backends.sums import deviation_square_sums
 from subulp.optimizer import Params
-from subulp.options import Options, check_fraction, check_nonnegative, check_positive, tuple_of
+from subulp.options import Options, check_flag, check_fraction, check_nonnegative, check_positive, tuple_of
 from subulp.rules.factored import (
     OuterProduct,
     factored_states,
@@ -85,6 +85,7 @@ class CAME(StagedOptimizer):
         "clip_threshold": check_positive,
         "betas": tuple_of(check_fraction, check_fraction, check_fraction),
         "weight_decay": check_nonnegative,
+        "bias_correction": check_flag,
     }
 
     def __init__(
