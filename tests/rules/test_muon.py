@@ -21,7 +21,12 @@ SHAPES = ((64, 33), (33, 64), (64, 33), (5, 5), (1, 7), (0, 4))
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"nesterov": False, "weight_decay": 0.0}, {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}],
+    [
+        {},
+        {"nesterov": False, "weight_decay": 0.0},
+        {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3},
+        {"weight_decay": 5.0, "momentum": 0.5, "eps": 30.0, "ns_coefficients": (2.0, -1.5, 0.5)},
+    ],
     ids=str,
 )
 def test_fp32_matches_torch(options):
