@@ -110,7 +110,7 @@ SPECS = [
         (
             {},
             {"decouple": False},
-            {"use_bias_correction": True, "safeguard_warmup": True},
+            {"use_bias_correction": True, "safeguard_warmup": True, "d0": 1e-2, "d_coef": 50.0},
             {"d0": 1e-2, "betas": (0.5, 0.8), "beta3": 0.6, "eps": 0.1},
             {"d0": 1e-2, "growth_rate": 1.5, "d_coef": 2.0},
             {"d0": 1e-2, "slice_p": 3, "decouple": False, "weight_decay": 0.5},
