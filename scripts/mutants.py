@@ -26,16 +26,17 @@ unchanged copy filled. Its entries are found by path and date of the file, and b
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import queue
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from faults import Mutant, all_mutants
@@ -43,6 +44,28 @@ from faults import Mutant, all_mutants
 ROOT = Path(__file__).parents[1]
 EVERYTHING = ["-m", "slow or not slow"]
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "shared", "build", "dist", "*.egg-info")
+
+
+FORKS = multiprocessing.get_context("forkserver")
+# Importing these would be most of a run's time. Nothing of the project, and no Triton: its tests choose how it is imported.
+FORKS.set_forkserver_preload(["torch", "numba", "pytest", "scipy.stats"])
+
+
+def _pytest(root: Path, cache: Path, said: Path, arguments: list[str]) -> None:
+    """Runs pytest in a copy of the project, as the process's whole work."""
+    os.setsid()  # so that what it starts can be killed with it
+    output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(root)
+    os.environ |= {"PYTHONPATH": str(root / "src"), "NUMBA_CACHE_DIR": str(cache), "PYTHONDONTWRITEBYTECODE": "1"}
+    sys.dont_write_bytecode = True  # a changed file of equal size and date would be hidden by its compiled form
+    sys.path[:0] = [str(root / "src"), str(root)]
+    import numba
+    import pytest
+
+    numba.config.reload_config()  # type: ignore[no-untyped-call]
+    sys.exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *arguments])))
 
 
 class Copy:
@@ -53,36 +76,28 @@ class Copy:
         self.cache = root.with_name(f"{root.name}-cache")
         shutil.copytree(ROOT, root, ignore=LEFT_OUT)
         self.cache.mkdir()
+        self.said = ""
 
     def pytest(self, arguments: list[str], cache: Path, limit: float) -> int | None:
         """The exit code; None if it took longer than ``limit`` seconds."""
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(self.root / "src"),
-            "NUMBA_CACHE_DIR": str(cache),
-            # A changed file of equal size and date would be hidden by its compiled form.
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
-        with tempfile.TemporaryFile("w+") as said:
-            process = subprocess.Popen(
-                command, cwd=self.root, env=environment, stdout=said, stderr=said, start_new_session=True
-            )
-            try:
-                code = process.wait(limit)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                return None
-            if code not in (0, 1):
-                said.seek(0)
-                print(said.read()[-2000:], file=sys.stderr)
-            return code
+        said = self.root.with_name(f"{self.root.name}-said")
+        process = FORKS.Process(target=_pytest, args=(self.root, cache, said, arguments))
+        process.start()
+        process.join(limit)
+        if process.is_alive():
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid or 0, signal.SIGKILL)
+            process.join()
+            return None
+        self.said = said.read_text()
+        return process.exitcode
 
     def check_unchanged(self, tests: list[str], limit: float) -> None:
         """Fills the cache, and exits if a test fails without any fault."""
         if self.pytest(tests, self.cache, limit) != 0:
-            raise SystemExit(f"Without any fault these tests fail or take longer than {limit:.0f} s: {' '.join(tests)}")
+            raise SystemExit(
+                f"{self.said[-4000:]}\nWithout any fault these tests fail or take longer than {limit:.0f} s."
+            )
 
     def survives(self, mutant: Mutant, stages: list[tuple[list[str], float]]) -> bool:
         """Whether no stage (arguments of pytest, seconds) notices the fault."""
@@ -96,7 +111,7 @@ class Copy:
                 for arguments, limit in stages:
                     code = self.pytest(arguments, cache, limit)
                     if code in (4, 5):
-                        raise SystemExit(f"{mutant.name}: pytest finds no such tests: {' '.join(arguments)}")
+                        raise SystemExit(f"{self.said[-2000:]}\n{mutant.name}: pytest finds no such tests.")
                     if code != 0:
                         return False
                 return True
