@@ -1,8 +1,8 @@
 """Deliberate faults for ``scripts/mutants.py``: what a test suite that checks the promises has to notice.
 
 Each replaces a string that occurs once in its file. Left out is what no test can see: conditions that others imply (a plan
-compares identities and addresses, but takes the present addresses of tensors whose sizes and dtypes it has compared), and what
-only costs time (alias metadata, table sizes).
+compares identities and addresses, but takes the present addresses of tensors whose sizes and dtypes it has compared), and
+what only costs time (alias metadata, table sizes).
 """
 
 from __future__ import annotations

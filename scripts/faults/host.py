@@ -23,7 +23,7 @@ MUTANTS = [
     ),
     *faults(
         "backends/bucket.py",
-        "test_optimizer.py",
+        "backends/test_plans.py test_optimizer.py",
         ("bucket-steps-of-others", "rows = steps[self.members],", "rows = steps[: len(self.members)],"),
         ("bucket-rows-of-others", "scalars, rows[self.members]", "scalars, rows[: len(self.members)]"),
         ("bucket-streams-of-others", "[streams[i] for i in chosen]", "list(streams[: len(chosen)])"),
