@@ -116,3 +116,19 @@ def test_each_parameter_takes_its_own_count_in_buckets_of_two_dtypes(backend: st
         for p in alone:
             other.step_parameter(p, other.param_groups[0])
     assert all(map(same_bits, everything(opt, together), everything(other, alone)))
+
+
+@pytest.mark.parametrize("backend", ["eager", "numba"])
+def test_strides_belong_to_their_parameter_in_buckets_of_two_dtypes(backend: str) -> None:
+    results = []
+    for strided in (True, False):
+        dtypes = (torch.float32, torch.bfloat16, torch.bfloat16)
+        params = [make_params(((6, 9),), d, seed=i)[0] for i, d in enumerate(dtypes)]
+        if strided:
+            params[1].data = params[1].data.t().contiguous().t()
+        opt = subulp.AdamW(params, lr=0.1, backend=backend)
+        for step in range(3):
+            set_grads(params, step)
+            opt.step()
+        results.append([p.detach().contiguous() for p in params])
+    assert all(map(same_bits, *results))
