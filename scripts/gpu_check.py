@@ -101,7 +101,7 @@ def trained(device: torch.device, backend: str, dtype: torch.dtype, **options: A
         params[5].data = params[5].data.contiguous(memory_format=torch.channels_last)
         wide = torch.empty(params[2].numel() + 1, dtype=dtype, device=device)
         params[2].data = wide[1:].view(params[2].shape).copy_(params[2].data)  # not 16-byte aligned
-    optimizer = subulp.AdamW(params, lr=1e-3, weight_decay=0.1, seed=7, backend=backend, **options)
+    optimizer = subulp.AdamW(params, lr=1e-3, weight_decay=0.1, seed=7, backend=backend, stream=0, **options)
     for step in range(STEPS):
         optimizer.param_groups[0]["lr"] = 1e-3 / (1 + step)
         for i, p in enumerate(params):
@@ -180,7 +180,7 @@ def digest(tensors: list[Tensor]) -> str:
 
 def first_step(device: torch.device, backend: str) -> str:
     p = torch.nn.Parameter(normal((700,), 1).to(device))
-    optimizer = subulp.AdamW([p], lr=1e-3, seed=3, backend=backend)
+    optimizer = subulp.AdamW([p], lr=1e-3, seed=3, backend=backend, stream=0)
     p.grad = normal((700,), 2).to(device)
     optimizer.step()
     return digest([p, optimizer.state[p]["exp_avg"], optimizer.state[p]["exp_avg_sq"]])
@@ -268,7 +268,7 @@ def section_capture() -> None:
             p = torch.nn.Parameter(normal((1001,), 1).to(device))
             p.grad = normal((1001,), 2).to(device)
             lr = torch.tensor(1e-3, device=device, dtype=torch.float64)
-            optimizer = subulp.AdamW([p], lr=lr, seed=3, capturable=device == DEVICE)
+            optimizer = subulp.AdamW([p], lr=lr, seed=3, capturable=device == DEVICE, stream=0)
             step = captured(optimizer.step) if device == DEVICE else optimizer.step
             for _ in range(6 - WARM_UPS if device == DEVICE else 6):
                 step()
@@ -302,7 +302,7 @@ def captured(step: Callable[[], Any]) -> Callable[[], Any]:
 
 def section_sync() -> None:
     params = [torch.nn.Parameter(normal((65, 3), i).to(DEVICE)) for i in range(3 if DRY else 20)]
-    optimizer = subulp.AdamW(params, lr=1e-3, backend="triton")
+    optimizer = subulp.AdamW(params, lr=1e-3, backend="triton", stream=0)
 
     def step(i: int) -> None:
         optimizer.param_groups[0]["lr"] = 1e-3 / (i + 1)
@@ -334,7 +334,7 @@ def section_sync() -> None:
     if not DRY and torch.cuda.device_count() > 1:
         with guarded("parameters on two devices"):
             pair = [torch.nn.Parameter(normal((99,), 1).to(f"cuda:{i}")) for i in range(2)]
-            both = subulp.AdamW(pair)
+            both = subulp.AdamW(pair, stream=0)
             for p in pair:
                 p.grad = torch.ones_like(p)
             both.step()

@@ -36,7 +36,8 @@ class Spec:
         return self.cls.__name__
 
     def make(self, params: Any, **options: Any) -> subulp.optimizer.Optimizer:
-        return self.cls(params, **{**self.defaults, **options})
+        """An optimizer that draws the noise of every other one made here: tests compare two in one process."""
+        return self.cls(params, **{**self.defaults, "stream": 0, **options})
 
     def __repr__(self) -> str:
         return self.name

@@ -41,3 +41,15 @@ def test_unknown_names_and_keywords_are_answered_with_the_nearest():
         subulp.from_config("lion", make_params(), beta="0.9")
     with pytest.raises(TypeError, match="lr='fast' is a str"):
         subulp.from_config("lion", make_params(), lr="fast")
+
+
+@pytest.mark.parametrize("grouping", ["auto", "true", True])
+def test_muon_groups_parameters_by_itself(grouping):
+    """With strings, as command lines give them; ``grouping=True`` needs no quotes in sd-scripts, which reads literals."""
+    named = [("embed.weight", "fc.weight", "fc.bias"), make_params(((6, 4), (4, 4), (4,)))]
+    options = {"lr": "0.02", "grouping": grouping, "adam": "{'lr': 1e-3, 'betas': (0.8, 0.9)}"}
+    opt = subulp.from_config("muon", zip(*named, strict=True), **options)
+    rows = [(g["use_muon"], g["param_names"], g["lr"]) for g in opt.param_groups]
+    assert rows == [(True, ["fc.weight"], 0.02), (False, ["embed.weight", "fc.bias"], 1e-3)]
+    assert opt.param_groups[1]["betas"] == (0.8, 0.9)
+    assert len(subulp.from_config("muon", make_params(((6, 4),)), grouping="none").param_groups) == 1

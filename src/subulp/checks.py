@@ -32,13 +32,13 @@ def is_plain(p: Tensor, companions: Sequence[Tensor]) -> bool:
     """
     if type(p) not in (Parameter, Tensor) or p.dtype not in _REAL or not p.is_contiguous():
         return False
-    size, device = p.numel(), p.device
+    shape, device = p.shape, p.device
     for t in companions:
         if (
             type(t) is not Tensor
             or t.layout != torch.strided
             or t.dtype not in _REAL
-            or t.numel() != size
+            or t.shape != shape
             or t.device != device
             or not t.is_contiguous()
         ):
@@ -89,6 +89,11 @@ def check_state(p: Tensor, states: Mapping[State, Any], where: str) -> None:
             raise ValueError(
                 f"The state {spec.name!r} of a parameter of shape {tuple(p.shape)} is {found}{where}: load the checkpoint "
                 "that belongs to this model, or delete the parameter's state."
+            )
+        if not (t.is_floating_point() or t.is_complex()):
+            raise ValueError(
+                f"The state {spec.name!r} of a parameter of shape {tuple(p.shape)} is {t.dtype}{where}: it must be a "
+                "floating-point tensor. subulp.convert() reads the integer formats of other optimizers."
             )
         placements = t.placements if is_dtensor(t) else None  # type: ignore[attr-defined]
         if placements != state_placements(p, spec.averaged):

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import prod
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from subulp.foreign_states import entry_of
 from subulp.optimizer import Optimizer
-from subulp.rules.rule import State
-
-BLOCK = 2048
-"""Elements that share a scale in the 8-bit formats of CAME8bit and adv_optm."""
 
 _GROUP_KEYS = frozenset(("params", "param_names", "name", "initial_lr", "optim_type"))
 
@@ -26,19 +22,37 @@ class Converted(NamedTuple):
     notes: list[str]
     """What was lost, is not exact, or was not taken over; empty if nothing."""
 
+    def summary(self, examples: int = 3) -> str:
+        """The notes in one line: each kind once, with how many it concerns and the first of these; "" without notes."""
+        kinds: dict[str, list[str]] = {}
+        for note in self.notes:
+            where, _, what = note.partition(": ")
+            kinds.setdefault(what, []).append(where)
+        lines = []
+        for what, places in kinds.items():
+            more = ", ..." if len(places) > examples else ""
+            lines.append(f"{what.rstrip('.')} ({len(places)}: {', '.join(places[:examples])}{more})")
+        return "; ".join(lines)
 
-def convert(state_dict: Mapping[str, Any], optimizer: Optimizer) -> Converted:
+
+def convert(state_dict: Mapping[str, Any], optimizer: Optimizer, *, own_settings: bool = False) -> Converted:
     """A checkpoint of another optimizer (or of OneTrainer's backups) in the form that ``optimizer`` loads.
 
     Plain checkpoints of ``torch.optim`` Adam, AdamW, SGD, Muon, of transformers' Adafactor and of CAME load as they are;
     through here they also come with notes. Beyond these:
 
-    * CAME8bit: states that are lists of blocks ``{"value": uint8, "scale": s, "min": m}`` become ``value * s + m``;
+    * CAME8bit: states that are lists of blocks ``{"value": uint8, "scale": s, "min": m}`` become ``value * s + m``; the
+      factors of 1x1 convolutions become those of the last two dimensions, and so do the second moments of other weights
+      with more than two dimensions, which it keeps whole;
+    * prodigyopt and adv_optm's Prodigy: ``p0`` of a parameter that began at zero, which is one zero there, becomes a tensor
+      of zeros; ``d`` and the other numbers of the estimate continue;
     * adv_optm ``int8_sr``: ``exp_avg`` (int8) and ``exp_avg_sq`` (uint8) with scales in ``exp_avg_scale``,
       ``exp_avg_sq_scale`` become ``value * scale``, both for each 2048 elements;
     * adv_optm ``factored``: dropped, since its moments are not those of one parameter; the states begin anew.
 
-    Hyper-parameters that ``optimizer`` has and accepts are taken over, others are not. ``state_dict`` is left as it is.
+    Hyper-parameters that ``optimizer`` has and accepts are taken over, others are not; with ``own_settings`` it keeps its
+    own. What an optimizer writes into its groups itself (``Optimizer.run_state``) is of the checkpoint in either case.
+    ``state_dict`` is left as it is.
 
     Raises:
         ValueError: the checkpoint belongs to another model: the number of groups or parameters, or a shape, differs.
@@ -51,80 +65,47 @@ def convert(state_dict: Mapping[str, Any], optimizer: Optimizer) -> Converted:
             f"The checkpoint has groups of {counts[0]} parameters, the optimizer of {counts[1]}: make the optimizer with the "
             "parameters that the checkpoint was written for, in the same groups."
         )
-    groups = [
-        _group(group, mine, optimizer, number, notes)
-        for number, (group, mine) in enumerate(zip(saved, own, strict=True))
-    ]
+    groups: list[dict[str, Any]] = []
     state: dict[Any, Any] = {}
-    for group, mine in zip(saved, own, strict=True):
+    for number, (group, mine) in enumerate(zip(saved, own, strict=True)):
+        settings = {key: value for key, value in mine.items() if key in optimizer.defaults}
+        taken = {} if own_settings else _accepted(group, settings, optimizer, number, notes)
+        kept = {key: group[key] for key in _GROUP_KEYS if key in group}
+        run = {key: _like(group[key], mine[key]) for key in optimizer.run_state if key in group}
+        groups.append({**(settings if own_settings else taken), **kept, **run})
+        # Which states a parameter has can depend on the settings: those that it is going to have.
+        settings |= taken
         for key, p in zip(group["params"], mine["params"], strict=True):
             if key in state_dict["state"]:
-                specs = optimizer.states(mine, p)
-                state[key] = _entry(state_dict["state"][key], p, specs, f"parameter {key}", notes)
+                saved_entry = state_dict["state"][key]
+                specs = optimizer.states(settings, p)
+                state[key] = entry_of(saved_entry, p, specs, group, settings, f"parameter {key}", notes)
     return Converted({"state": state, "param_groups": groups}, notes)
 
 
-def _group(
-    saved: Mapping[str, Any], own: dict[str, Any], optimizer: Optimizer, number: int, notes: list[str]
+def _accepted(
+    saved: Mapping[str, Any], own: Mapping[str, Any], optimizer: Optimizer, number: int, notes: list[str]
 ) -> dict[str, Any]:
-    group = {key: saved[key] for key in _GROUP_KEYS if key in saved}
-    for key, value in saved.items():
-        if key not in optimizer.defaults or key == "params":
+    """The hyper-parameters of a saved group that the optimizer has and accepts."""
+    wanted = {k: v for k, v in saved.items() if k in own and k != "params" and k not in optimizer.run_state}
+    errors: dict[str, Exception] = {}
+    taken: dict[str, Any] = {}
+    # All together first, since one may need another (nesterov momentum); else as many as can be.
+    for share in (wanted, *({key: value} for key, value in [*wanted.items()] * 2)):
+        if share.keys() <= taken.keys():
             continue
         try:
-            optimizer._check({**{k: v for k, v in own.items() if k != "params"}, key: value}, "")
+            optimizer._check({**own, **taken, **share}, "")
         except (TypeError, ValueError, NotImplementedError) as error:
-            notes.append(f"group {number}: {key} stays {own[key]!r}: {error}")
+            errors.update(dict.fromkeys(share, error))
         else:
-            group[key] = value
-    return group
+            taken |= share
+    for key, reason in errors.items():
+        if key not in taken:
+            notes.append(f"group {number}: {key} stays {own[key]!r}: {reason}")
+    return taken
 
 
-def _entry(saved: Mapping[str, Any], p: Tensor, specs: Sequence[State], where: str, notes: list[str]) -> dict[str, Any]:
-    entry = {key: saved[key] for key in ("step", "stream", "RMS") if key in saved and saved[key] is not None}
-    if saved.get("factored"):
-        notes.append(f"{where}: its moments are factored over reshaped matrices and are dropped; they begin anew.")
-        return {}
-    for spec in specs:
-        value = spec.found_in(saved, p.shape)
-        shape = spec.shape(p.shape)
-        if value is None:
-            if entry.get("step") and spec.squared:
-                notes.append(f"{where}: {spec.name} is not in the checkpoint: all its states begin anew.")
-                return {}
-            if entry.get("step"):
-                notes.append(f"{where}: {spec.name} is not in the checkpoint and begins at zero.")
-            continue
-        if isinstance(value, (list, tuple)):
-            value = torch.cat([_from_range(block) for block in value])
-            notes.append(
-                f"{where}: {spec.name} was in 8 bits; its error is up to 1/510 of the range of each block of {BLOCK}."
-            )
-        elif value.dtype in (torch.int8, torch.uint8):
-            scales = saved.get(f"{spec.name}_scale", saved.get(f"{spec.alias}_scale"))
-            value = _from_scales(value, scales, f"{where}: {spec.name}")
-            notes.append(f"{where}: {spec.name} was in 8 bits; its error is up to the scale of each block of {BLOCK}.")
-        elif spec.squared and value.dtype in (torch.bfloat16, torch.float16) and "stream" not in saved:
-            notes.append(f"{where}: {spec.name} was rounded to nearest and may be too large. It falls from now on.")
-        if value.numel() != prod(shape):
-            raise ValueError(
-                f"{where}: {spec.name} has {value.numel()} elements, its parameter needs the shape {shape}."
-            )
-        entry[spec.name] = value.reshape(shape)
-    return entry
-
-
-def _from_range(block: Mapping[str, Any]) -> Tensor:
-    value: Tensor = block["value"]
-    # A block of equal elements has scale 0 (or NaN, from 0 / 0), and its minimum is what they are.
-    scale = torch.nan_to_num(torch.as_tensor(block["scale"], dtype=torch.float32))
-    return value.reshape(-1).float() * scale + torch.as_tensor(block["min"], dtype=torch.float32)
-
-
-def _from_scales(value: Tensor, scales: Tensor | None, where: str) -> Tensor:
-    blocks = -(-value.numel() // BLOCK)
-    if scales is None or scales.numel() != blocks:
-        found = "none" if scales is None else f"{scales.numel()}"
-        raise ValueError(f"{where} has {blocks} blocks of 8-bit numbers and {found} scales: the checkpoint is damaged.")
-    spread = scales.float().repeat_interleave(BLOCK)[: value.numel()].to(value.device)
-    return (value.reshape(-1).float() * spread).view(value.shape)
+def _like(value: Any, own: Any) -> Any:
+    """A number in the form in which the optimizer keeps it: other packages have floats where ours has tensors."""
+    return torch.as_tensor(value, dtype=own.dtype).reshape(own.shape) if isinstance(own, Tensor) else value

@@ -18,6 +18,7 @@ def from_config(name: str, params: Params, **kwargs: Any) -> Optimizer:
     ::
 
         subulp.from_config("adamw", params, lr="1e-4", betas="(0.9, 0.99)", amsgrad="true")
+        subulp.from_config("muon", model.named_parameters(), lr="0.02", grouping="auto", adam="{'lr': 3e-4}")
 
     Args:
         name: a class name in any case; ``-`` and ``_`` are ignored, and so is ``subulp.`` before it.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import compress
 from typing import Any, ClassVar, overload
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,22 +15,29 @@ from subulp.backends import registry
 from subulp.backends.bucket import make_buckets
 from subulp.backends.device_steps import advance_on_device, fill_on_device
 from subulp.backends.eager import record_update
+from subulp.backends.forks import alone_after_fork
 from subulp.backends.report import BucketReport, report_group
-from subulp.checkpoint import pack, unpack
+from subulp.batch import Batch, map_tensors
+from subulp.checkpoint import check_form, pack, unpack
 from subulp.checks import check_grad, check_param, check_state, is_plain
-from subulp.numerics.noise import stream_of_name
+from subulp.numerics import streams
 from subulp.options import (
     COMMON_CHECKS,
     DEFAULTS,
     Check,
+    as_real,
+    normal_rounding,
     normal_state_dtype,
     reject_unknown,
+    rounding_of,
     state_dtype_of,
+    warn_of_misspelt,
 )
 from subulp.rules.rule import Rule, State
-from subulp.sharding import is_zero, placed_like, zeros_for
-from subulp.torch_internals import opaque_to_compile
+from subulp.sharding import counter_device, is_zero, placed_like, zeros_for
+from subulp.torch_internals import is_dtensor, mark_written, opaque_to_compile
 
+_COMMON_TO_LAUNCH = ("stochastic_rounding", "backend", "seed", "maximize", "differentiable", "capturable")
 _IMMUTABLE = frozenset((float, int, bool, str, tuple, type(None)))
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -48,6 +53,12 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     hyperparameters: ClassVar[dict[str, Check]] = {}
+    run_state: ClassVar[frozenset[str]] = frozenset()
+    """Group keys that the optimizer itself writes: they come from the checkpoint and never from settings."""
+
+    own_settings: ClassVar[tuple[str, ...]] = ()
+    """Attributes that copies and pickles keep; torch keeps defaults, state and groups."""
+
     _checks: ClassVar[dict[str, Check]] = COMMON_CHECKS
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -60,6 +71,11 @@ class Optimizer(torch.optim.Optimizer):
         self._check(defaults, "")
         self._forget_plans()
         super().__init__(params, defaults)
+        if self.defaults["stream"] is None and "param_names" not in self.param_groups[0]:
+            self.defaults["stream"] = streams.next_base("optimizer")
+            for group in self.param_groups:
+                if group["stream"] is None:
+                    group["stream"] = self.defaults["stream"]
 
     # What a subclass defines
 
@@ -84,7 +100,9 @@ class Optimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as in torch; its hyper-parameters and dtypes are checked first, and nothing changes on error."""
         groups = len(self.param_groups)
+        warn_of_misspelt(param_group, {**self.defaults, **self._checks, "params": None}, f" (param group {groups})")
         super().add_param_group(param_group)
+        self._streams.clear()
         try:
             self._check(self.param_groups[groups], f" (param group {groups})")
         except Exception:
@@ -105,6 +123,8 @@ class Optimizer(torch.optim.Optimizer):
                         group[key] = checked
             names = [state.name for state in self.states(group) if not (state.fp32 or state.own)]
             group["state_dtype"] = normal_state_dtype("state_dtype", group["state_dtype"], names)
+            names = [state.name for state in self.states(group)]
+            group["stochastic_rounding"] = normal_rounding("stochastic_rounding", group["stochastic_rounding"], names)
         except (TypeError, ValueError, NotImplementedError) as error:
             raise type(error)(f"{error}{where}") from None
         for p in group.get("params", ()):
@@ -113,12 +133,17 @@ class Optimizer(torch.optim.Optimizer):
 
     def _recheck(self, group: dict[str, Any], where: str) -> None:
         """:meth:`_check`, but only if a value is not the object that was checked last (or could change in place)."""
-        values = [group.get(key) for key in self._checks]
-        values.append(group.get("state_dtype"))
+        names = (*self._checks, "stochastic_rounding", "state_dtype")
+        values = [group.get(name) for name in names]
         last = self._last_checked.get(id(group))
-        if last is None or not all(a is b and type(a) in _IMMUTABLE for a, b in zip(values, last, strict=True)):
-            self._check({**group, "params": ()}, where)
-            self._last_checked[id(group)] = values
+        if last is not None and all(a is b and type(a) in _IMMUTABLE for a, b in zip(values, last, strict=True)):
+            return
+        checked = {**group, "params": ()}
+        self._check(checked, where)
+        group.update((name, checked[name]) for name in names if name in group)
+        self._last_checked[id(group)] = [group.get(name) for name in names]
+        if last is not None and last[-1] != group["state_dtype"]:
+            self._recast.append(group)
 
     # State
 
@@ -132,36 +157,33 @@ class Optimizer(torch.optim.Optimizer):
 
     def _state_of(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[p]
-        if "step" not in state:
-            device = p.device if group["capturable"] else "cpu"
-            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-        for spec in self.states(group, p):
-            if spec.name not in state:
-                state[spec.name] = zeros_for(p, spec, _storage_dtype(p, spec, group))
-            elif state[spec.name].device != p.device:
-                # Trainers that offload layers move parameters between steps.
-                state[spec.name] = state[spec.name].to(p.device)
-        if "stream" not in state:
-            state["stream"] = self._stream(p)
+        with alone_after_fork():
+            step = state.get("step")
+            device = counter_device(p, group)
+            if step is None:
+                state["step"] = torch.zeros((), dtype=torch.float64, device=device)
+            elif step.dtype != torch.float64 or step.device != device:
+                state["step"] = step.to(device, torch.float64)
+            for spec in self.states(group, p):
+                if spec.name not in state:
+                    state[spec.name] = zeros_for(p, spec, _storage_dtype(p, spec, group))
+                elif state[spec.name].device != p.device:
+                    # Trainers that offload layers move parameters between steps.
+                    state[spec.name] = state[spec.name].to(p.device)
+            if "stream" not in state:
+                state["stream"] = torch.tensor(self._stream(p))
+            elif not state["stream"].is_cpu:
+                state["stream"] = state["stream"].cpu()
         return state
 
     def _stream(self, p: Tensor) -> int:
-        """The noise stream of a parameter: a hash of its name if groups carry names, else its position."""
-        position = 0
-        seen: set[int] = set()
-        for group in self.param_groups:
-            names = group.get("param_names")
-            if names and len(names) != len(group["params"]):
-                names = None  # ZeRO optimizers take parameters out of a group and leave all its names
-            for i, q in enumerate(group["params"]):
-                stream = stream_of_name(names[i]) if names else position
-                while stream in seen:  # names that differ only in wrapper prefixes
-                    stream += 1
-                if q is p:
-                    return stream
-                seen.add(stream)
-                position += 1
-        raise ValueError("The parameter is in none of this optimizer's groups: add it with add_param_group().")
+        """The noise stream of a parameter: docs/noise.md."""
+        if p not in self._streams:
+            kept = {q: int(state["stream"]) for q, state in self.state.items() if "stream" in state}
+            self._streams.update(streams.assign(self.param_groups, kept))
+        if p not in self._streams:
+            raise ValueError("The parameter is in none of this optimizer's groups: add it with add_param_group().")
+        return self._streams[p]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what :meth:`state_dict` returned, here or in ``torch.optim``; every state keeps its bits.
@@ -172,11 +194,16 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the checkpoint belongs to another model or holds an invalid value. The optimizer is as before.
         """
+        check_form(state_dict)
         handle = self.register_load_state_dict_pre_hook(pack)  # the last one: after the user's
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("_step_supports_amp_scaling", *self.own_settings)
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in kept if name in self.__dict__}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -186,7 +213,8 @@ class Optimizer(torch.optim.Optimizer):
     def _forget_plans(self) -> None:
         self._plans: dict[int, Any] = {}
         self._last_checked: dict[int, list[Any]] = {}
-        self._lock = threading.Lock()
+        self._recast: list[dict[str, Any]] = []
+        self._streams: dict[Tensor, int] = {}
 
     def backend_report(self) -> list[BucketReport]:
         """Which backend serves which tensors, and why: one entry for each launch of a step. Print the entries."""
@@ -247,110 +275,145 @@ class Optimizer(torch.optim.Optimizer):
     """Read by trainers before they call :meth:`step_parameter` in backward hooks."""
 
     def _update(self, work: Sequence[tuple[int | None, dict[str, Any], Sequence[Tensor]]]) -> None:
-        for update in [self._prepared(*item) for item in work]:
+        updates = [self._prepared(batch) for batch in self._batches(work)]
+        while self._recast:
+            self._cast_states(self._recast.pop())
+        for update in updates:
             update()
 
-    def _prepared(self, number: int | None, group: dict[str, Any], params: Sequence[Tensor]) -> Callable[[], None]:
-        """The update of a group, checked and ready to run; raises, with nothing changed, if something is invalid."""
-        where = "" if number is None else f" (param group {number})"
-        self._recheck(group, where)
-        grads = [p.grad for p in params]
-        if any(grad is None for grad in grads):
-            params = [p for p in params if p.grad is not None]
-        active = [grad for grad in grads if grad is not None]
-        if not active:
-            return _nothing
-        states = [self.state.get(p) or {} for p in params]
-        plan = self._plans.get(id(group) if number is not None else id(params[0]))
-        if plan is not None and plan.gather(self.rule(group), params, active, states, _choices(group)):
-            return partial(self._run_plan, group, plan)
-        specs = self.states(group)
+    def _batches(self, work: Sequence[tuple[int | None, dict[str, Any], Sequence[Tensor]]]) -> Iterable[Batch]:
+        """The parameters with gradients, in batches of groups that take the same launches."""
+        batches: dict[Any, Batch] = {}
+        for number, group, params in work:
+            where = "" if number is None else f" (param group {number})"
+            self._recheck(group, where)
+            grads = [p.grad for p in params]
+            if any(grad is None for grad in grads):
+                params = [p for p in params if p.grad is not None]
+            active = [grad for grad in grads if grad is not None]
+            if active:
+                kind = self._kind(group)
+                batch = batches.get(kind)
+                if batch is None:
+                    batch = batches[kind] = Batch(id(params[0]) if number is None else id(group))
+                batch.add(group, params, active, where)
+        return batches.values()
+
+    def _kind(self, group: dict[str, Any]) -> Any:
+        """Equal for groups whose parameters may share launches."""
+        return self.rule(group), *(group[name] for name in _COMMON_TO_LAUNCH)
+
+    def _prepared(self, batch: Batch) -> Callable[[], None]:
+        """The update of a batch, checked and ready to run; raises, with nothing changed, if something is invalid."""
+        states = [self.state.get(p) or {} for p in batch.params]
+        plan = self._plans.get(batch.key)
+        if plan is not None and plan.gather(self.rule(batch.group), batch, states, _choices(batch.group)):
+            return partial(self._run_plan, batch, states, plan)
         simple = []
-        for p, grad, state in zip(params, active, states, strict=True):
-            companions = {spec: state[spec.name] for spec in specs if spec.name in state}
+        for p, grad, state, group, where in zip(
+            batch.params, batch.grads, states, batch.owners(), batch.where(), strict=True
+        ):
+            companions = {spec: state[spec.name] for spec in self.states(group) if spec.name in state}
             plain = not group["differentiable"] and is_plain(p, [grad, *companions.values()])
             if not plain:
                 check_param(p, where)
                 check_grad(p, grad, group["differentiable"], where)
                 check_state(p, companions, where)
             simple.append(plain)
-        return partial(self._update_group, number, group, params, active, simple)
+        return partial(self._update_batch, batch, simple)
 
-    def _update_group(
-        self,
-        number: int | None,
-        group: dict[str, Any],
-        params: Sequence[Tensor],
-        grads: list[Tensor],
-        simple: list[bool],
-    ) -> None:
-        rule = self.rule(group)
+    def _update_batch(self, batch: Batch, simple: list[bool]) -> None:
+        group, rule = batch.group, self.rule(batch.group)
         if not all(simple):
-            grads = placed_like(grads, params)
-        counts = self._counting(group, params, grads)
+            batch.grads = placed_like(batch.grads, batch.params)
+        counts = self._counting(batch)
         if counts is not None:
-            params, grads = list(compress(params, counts)), list(compress(grads, counts))
+            batch.keep(counts)
             simple = list(compress(simple, counts))
-            if not params:
-                return
-        states = [self._state_of(p, group) for p in params]
-        columns = [params, *([state[spec.name] for state in states] for spec in rule.states)]
+        if not batch.params:
+            return
+        states = [self._state_of(p, own) for p, own in zip(batch.params, batch.owners(), strict=True)]
+        columns = [batch.params, *([state[spec.name] for state in states] for spec in rule.states)]
         if all(simple):
-            plan = registry.make_plan(rule, columns, grads, states, _choices(group))
+            rounding = rounding_of(group["stochastic_rounding"], rule.written)
+            plan = registry.make_plan(rule, columns, batch, states, rounding, _choices(group))
             if plan is not None:
-                self._plans[id(group) if number is not None else id(params[0])] = plan
-                self._run_plan(group, plan)
+                self._plans[batch.key] = plan
+                self._run_plan(batch, states, plan)
                 return
         counters = [state["step"] for state in states]
         if group["differentiable"]:
-            if self._overflowed():
-                return
-            scalars, rows = self._scalar_rows(group, registry.advance(counters))
-            grads = [grad * self._read_factor({**group, "maximize": False}) for grad in grads]
-            for i, grad in enumerate(grads):
-                record_update(
-                    rule, [column[i] for column in columns], grad, scalars[rows[i]].tolist(), group["maximize"]
-                )
+            self._record(rule, batch, columns, counters)
             return
-        buckets = make_buckets(columns, [grads], simple, [state["stream"] for state in states])
+        buckets = make_buckets(columns, [batch.grads], simple, [int(state["stream"]) for state in states])
         backends = [registry.choose(group["backend"], bucket.device, bucket.dtypes) for bucket in buckets]
         if group["capturable"] and all(backend.READS_DEVICE_STEPS for backend in backends):
             advance_on_device(counters, self._from_scaler("found_inf"))
             for bucket in buckets:
-                fill_on_device(bucket, counters, group, self.scalars)
+                fill_on_device(bucket, counters, batch.owners(), self.scalars)
         elif self._overflowed():
             return
         else:
             steps = registry.advance(counters)
+            scalars = batch.scalar_rows(self.scalars, steps)
             for bucket in buckets:
-                bucket.fill(steps, *self._scalar_rows(group, steps))
+                bucket.fill(steps, *scalars)
         for bucket, backend in zip(buckets, backends, strict=True):
             on_device = isinstance(bucket.steps, Tensor)
             backend.run(
                 rule,
                 bucket,
                 seed=group["seed"],
-                stochastic=group["stochastic_rounding"],
+                stochastic=rounding_of(group["stochastic_rounding"], rule.written),
                 read_factor=_sign(group) if on_device else self._read_factor(group),
                 **(self._amp_tensors(bucket.device) if on_device else {}),
             )
+        mark_written(t for column in columns for t in column if is_dtensor(t))  # their local parts have been
 
-    def _counting(self, group: dict[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[bool] | None:
+    def _record(
+        self, rule: Rule, batch: Batch, columns: Sequence[Sequence[Tensor]], counters: Sequence[Tensor]
+    ) -> None:
+        """The update as autograd sees it: also of hyper-parameters that are tensors."""
+        if self._overflowed():
+            return
+        factor = self._read_factor(batch.group)
+        with torch.enable_grad():
+            for i, (group, step) in enumerate(zip(batch.owners(), registry.advance(counters), strict=True)):
+                scalars = self.scalars(map_tensors(group, lambda t: t.view(())), float(step))
+                record_update(rule, [column[i] for column in columns], batch.grads[i] * factor, scalars)
+
+    def _cast_states(self, group: dict[str, Any]) -> None:
+        """Brings the states of a group whose ``state_dtype`` has been edited to it, rounding to nearest."""
+        for p in group["params"]:
+            state = self.state.get(p) or {}
+            for spec in self.states(group, p):
+                if spec.name in state:
+                    state[spec.name] = state[spec.name].to(_storage_dtype(p, spec, group))
+
+    def _counting(self, batch: Batch) -> list[bool] | None:
         """Which parameters this step counts for; None: all of them.
 
         torch.distributed.checkpoint makes state by a step with lr=0 and zero gradients, and does not undo the count;
         counted, it would weaken the bias correction of every later step.
         """
-        if all("step" in self.state[p] for p in params) or group["lr"] is None or float(group["lr"]) != 0:
+        if all("step" in self.state[p] for p in batch.params):
             return None
-        counts = [bool(self.state[p]) or not is_zero(grad) for p, grad in zip(params, grads, strict=True)]
-        for p in params:
+        still = [group["lr"] is not None and as_real("lr", group["lr"]) == 0 for group in batch.groups]
+        if not any(still):
+            return None
+        owners, paused = batch.owners(), np.repeat(still, batch.counts)
+        counts = [
+            not pause or bool(self.state[p]) or not is_zero(grad)
+            for p, grad, pause in zip(batch.params, batch.grads, paused, strict=True)
+        ]
+        for p, group in zip(batch.params, owners, strict=True):
             self._state_of(p, group)
         return counts
 
-    def _run_plan(self, group: dict[str, Any], plan: Any) -> None:
+    def _run_plan(self, batch: Batch, states: Sequence[dict[str, Any]], plan: Any) -> None:
         if not self._overflowed():
-            plan.step(partial(self._scalar_rows, group), group["seed"], self._read_factor(group))
+            group = batch.group
+            plan.step(batch, states, self.scalars, group["seed"], self._read_factor(group))
 
     # Mixed precision
 
@@ -385,29 +448,12 @@ class Optimizer(torch.optim.Optimizer):
         given = {name: self._from_scaler(name) for name in ("grad_scale", "found_inf")}
         return {name: t.to(device, torch.float32, non_blocking=True) for name, t in given.items() if t is not None}
 
-    def _scalar_rows(
-        self, group: dict[str, Any], steps: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-        """The scalars of each distinct step, shape (rows, scalars), and the row of each parameter."""
-        if isinstance(group["lr"], Tensor):
-            group = {**group, "lr": group["lr"].item()}
-        first = int(steps[0])
-        if len(steps) == 1 or (steps == first).all():
-            return np.array([self.scalars(group, float(first))]), np.zeros(len(steps), dtype=np.int64)
-        distinct, rows = np.unique(steps, return_inverse=True)
-        scalars = np.array([self.scalars(group, float(step)) for step in distinct])
-        return scalars, rows.astype(np.int64)
-
 
 def _sign(group: dict[str, Any]) -> float:
     return -1.0 if group["maximize"] else 1.0
 
 
-def _nothing() -> None:
-    """The update of a group without gradients."""
-
-
-def _choices(group: dict[str, Any]) -> tuple[bool, str]:
+def _choices(group: dict[str, Any]) -> tuple[bool | str, str]:
     return group["stochastic_rounding"], group["backend"]
 
 

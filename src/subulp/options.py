@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -29,8 +30,12 @@ class Options(TypedDict, total=False):
     """Let autograd record the update; fp32 and fp64 parameters and states only (default False)."""
     fused: bool | None
     """Accepted for compatibility with torch and ignored: an update is always one fused expression."""
-    stochastic_rounding: bool
-    """Round low-precision weights and states stochastically (default True); False rounds to nearest."""
+    stochastic_rounding: bool | str | Mapping[str, bool]
+    """Round low-precision weights and states stochastically (default True); False rounds to nearest.
+
+    Or by tensor, e.g. ``{"exp_avg": False}``: "param" is the weight, what is not named is rounded stochastically. A first
+    moment has mean zero and no long memory, so that some keep it at nearest; a second moment at nearest cannot fall.
+    """
     state_dtype: StateDtype
     """How states are stored: "param" (default), "fp32", "bf16", "fp16", a torch.dtype, or {state name: one of these}.
 
@@ -41,6 +46,12 @@ class Options(TypedDict, total=False):
     """Extra bits kept beside a bf16 weight. Only None exists yet."""
     seed: int
     """Seed of the rounding noise, 0 <= seed < 2**64 (default 0). Runs with equal seeds round equally."""
+    stream: int | None
+    """Where the noise streams of parameters without names begin (default None: 2**32 apart for each such optimizer).
+
+    The count is one of the process, in the order of construction; checkpoints keep it. A number pins it: two optimizers with
+    equal numbers and seeds draw equal noise. Names, where groups have them, decide alone.
+    """
     backend: str
     """"auto" (default), "eager", "numba" or "triton"."""
 
@@ -55,6 +66,7 @@ DEFAULTS: dict[str, Any] = {
     "state_dtype": "param",
     "weight_residual": None,
     "seed": 0,
+    "stream": None,
     "backend": "auto",
 }
 
@@ -79,10 +91,10 @@ def as_real(what: str, value: Any) -> float:
     """The value as a float, or TypeError if it is no number."""
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_complex():
-            raise TypeError(
+            raise ValueError(
                 f"{what} is a tensor of shape {tuple(value.shape)}: pass a real number or a one-element tensor."
             )
-        return float(value)
+        return float(value.detach())
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{what}={value!r} is a {type(value).__name__}: pass a number, e.g. float(...) of it.")
     return float(value)
@@ -149,9 +161,9 @@ check_betas = tuple_of(check_fraction, check_fraction)
 """A pair of numbers in [0, 1)."""
 
 
-def check_flag(what: str, value: Any) -> Any:
+def check_flag(what: str, value: Any) -> bool:
     """A bool (0 and 1 are taken as such)."""
-    if isinstance(value, str) or value not in (True, False):
+    if not isinstance(value, (bool, numbers.Real, np.bool_)) or value not in (True, False):
         raise TypeError(f"{what}={value!r}: must be True or False.")
     return bool(value)
 
@@ -167,6 +179,10 @@ def check_counter(what: str, value: Any, bits: int) -> int:
 
 def _check_seed(what: str, value: Any) -> int:
     return check_counter(what, value, 64)
+
+
+def _check_stream(what: str, value: Any) -> int | None:
+    return None if value is None else check_counter(what, value, 63)
 
 
 def _check_residual(what: str, value: Any) -> None:
@@ -215,6 +231,33 @@ def normal_state_dtype(what: str, value: Any, states: Iterable[str]) -> str:
     return ",".join(f"{key}:{_dtype_name(f'{what}[{key!r}]', item)}" for key, item in value.items())
 
 
+def normal_rounding(what: str, value: Any, states: Iterable[str]) -> bool | str:
+    """The form that is kept in groups: a bool, or for a mapping a string, e.g. ``"param:True,exp_avg:False"``."""
+    if isinstance(value, str) and ":" in value:
+        items = dict(item.split(":", 1) for item in value.replace(" ", "").split(","))
+        value = {key: {"true": True, "false": False}.get(flag.lower(), flag) for key, flag in items.items()}
+    if not isinstance(value, Mapping):
+        return check_flag(what, value)
+    known = ["param", *states]
+    for key in value:
+        if key not in known:
+            raise ValueError(f"{what} names {key!r}: this optimizer's tensors are {', '.join(known)}.")
+    flags = {key: check_flag(f"{what}[{key!r}]", flag) for key, flag in value.items()}
+    if all(flags.values()):
+        return True
+    if len(flags) == len(known) and not any(flags.values()):
+        return False
+    return ",".join(f"{key}:{flag}" for key, flag in flags.items())
+
+
+def rounding_of(normal: bool | str, names: Iterable[str]) -> bool | tuple[bool, ...]:
+    """Which of the tensors of these names are rounded stochastically; ``normal`` as from :func:`normal_rounding`."""
+    if isinstance(normal, bool):
+        return normal
+    flags = dict(item.split(":") for item in normal.split(","))
+    return tuple(flags.get(name) != "False" for name in names)
+
+
 def state_dtype_of(normal: str, state: str, squared: bool, param_dtype: torch.dtype) -> torch.dtype:
     """The dtype in which one state of a parameter is stored; ``normal`` as from :func:`normal_state_dtype`."""
     if ":" in normal:
@@ -229,9 +272,9 @@ COMMON_CHECKS: dict[str, Check] = {
     "maximize": check_flag,
     "capturable": check_flag,
     "differentiable": check_flag,
-    "stochastic_rounding": check_flag,
     "weight_residual": _check_residual,
     "seed": _check_seed,
+    "stream": _check_stream,
     "backend": one_of(*BACKENDS),
 }
 
@@ -244,3 +287,15 @@ def reject_unknown(owner: str, given: Iterable[str], known: Iterable[str]) -> No
             near = get_close_matches(key, names, n=3, cutoff=0.5)
             hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else f" Known: {', '.join(sorted(names))}."
             raise TypeError(f"{owner} got an unexpected keyword argument {key!r}.{hint}")
+
+
+def warn_of_misspelt(group: Iterable[str], known: Iterable[str], where: str) -> None:
+    """A warning for a key of a group that is nearly the name of a hyper-parameter: it has no effect.
+
+    Trainers put keys of their own into groups, so that others pass.
+    """
+    names = list(known)
+    for key in group:
+        # 0.86 lets pass "eps2" beside eps and "beta1" beside betas; one wrong letter in eight is above it.
+        if key not in names and (near := get_close_matches(str(key), names, n=1, cutoff=0.86)):
+            warnings.warn(f"{key!r}{where} has no effect: did you mean {near[0]!r}?", UserWarning, stacklevel=4)

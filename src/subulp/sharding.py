@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,11 @@ def zeros_for(p: Tensor, spec: State, dtype: torch.dtype) -> Tensor:
     if not is_dtensor(p):
         return torch.zeros(shape, dtype=dtype, device=p.device)
     return _part(torch.zeros((), dtype=dtype, device=p.device).expand(shape), p, spec.averaged)
+
+
+def counter_device(p: Tensor, group: Mapping[str, Any]) -> torch.device:
+    """Where a step counter lives: on the host or, with ``capturable``, with its parameter where fp64 exists (not on MPS)."""
+    return p.device if group["capturable"] and p.device.type != "mps" else torch.device("cpu")
 
 
 def like_state(t: Any, p: Tensor, spec: State) -> Any:

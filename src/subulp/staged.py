@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import compress
 from math import prod
 from typing import Any
 
@@ -14,9 +13,11 @@ from torch import Tensor
 from subulp.backends import registry
 from subulp.backends.bucket import single
 from subulp.backends.sums import needs_no_temporaries, square_sum
+from subulp.batch import Batch
 from subulp.checks import check_grad, check_param, check_state
 from subulp.numerics.views import flat_views
 from subulp.optimizer import Optimizer
+from subulp.options import rounding_of
 from subulp.rules.rule import Rule
 from subulp.sharding import placed_like, sum_over_shards
 from subulp.torch_internals import global_block, local_tensor
@@ -36,14 +37,19 @@ class Stages:
     ) -> None:
         self.p = p
         self.state = state
+        self.stream = int(state["stream"])
         self.group = group
         self.step = step
         self.shape, self._offset = global_block(p)
         self.local = local_tensor(p)
         self.dtype = torch.promote_types(p.dtype, torch.float32)
         self.grad = local_tensor(grad)
+        self.native = group["backend"] != "eager"
         self._factor = factor
         self._scratch: dict[str, Tensor] = {}
+
+    def _rounding(self, rule: Rule) -> bool | tuple[bool, ...]:
+        return rounding_of(self.group["stochastic_rounding"], rule.written)
 
     @property
     def numel(self) -> int:
@@ -63,7 +69,8 @@ class Stages:
     def ranges(self, *tensors: Tensor) -> Iterator[tuple[int, int]]:
         """:meth:`blocks` for sums over these local tensors: all rows at once where the sums need no temporaries."""
         if (
-            self._factor == 1
+            self.native
+            and self._factor == 1
             and self.local.dim() == 2
             and self.dtype == torch.float32
             and all(map(needs_no_temporaries, tensors))
@@ -106,7 +113,7 @@ class Stages:
         """
         total = torch.zeros((), dtype=torch.float64, device=self.local.device)
         for start, stop in self.ranges(*tensors) if tensors else self.blocks():
-            total += square_sum(part(start, stop))
+            total += square_sum(part(start, stop), self.native)
         return self.root_of_mean(total)
 
     def root_of_mean(self, total: Tensor) -> Tensor:
@@ -125,7 +132,7 @@ class Stages:
         written = [self.rows(t, start, stop) for t in (self.p, *(self.state[s.name] for s in rule.states))]
         offset = (self._offset[0] + start, *self._offset[1:]) if self._offset else ()
         views = flat_views(written, reads, block=(self.shape, offset))
-        bucket = single(views, self.state["stream"], self.step, (0.0,) * len(scalars))
+        bucket = single(views, self.stream, self.step, (0.0,) * len(scalars))
         backend = registry.choose(self.group["backend"], bucket.device, bucket.dtypes)
         if backend.READS_DEVICE_STEPS and any(isinstance(s, Tensor) for s in scalars):
             # Sums of a whole tensor stay on the device: the host does not wait for them.
@@ -135,7 +142,7 @@ class Stages:
             bucket.steps = torch.full((1,), self.step, dtype=torch.int64, device=device)
         else:
             bucket.scalars[0, :] = [float(s) for s in scalars]
-        backend.run(rule, bucket, seed=self.group["seed"], stochastic=self.group["stochastic_rounding"])
+        backend.run(rule, bucket, seed=self.group["seed"], stochastic=self._rounding(rule))
 
     def store_rows(
         self, rule: Rule, by_row: Sequence[Tensor], by_col: Sequence[Tensor], scalars: Sequence[Any]
@@ -163,10 +170,10 @@ class Stages:
             [float(s) for s in scalars],
             columns=self.shape[1],
             offset=(self._offset[0], self._offset[1]),
-            stream=self.state["stream"],
+            stream=self.stream,
             step=self.step,
             seed=self.group["seed"],
-            stochastic=self.group["stochastic_rounding"],
+            stochastic=self._rounding(rule),
             factor=self._factor,
         )
         return True
@@ -193,35 +200,36 @@ class StagedOptimizer(Optimizer):
                     f"{option}=True{where}: {type(self).__name__} has no such mode; leave it False."
                 )
 
-    def _prepared(self, number: int | None, group: dict[str, Any], params: Sequence[Tensor]) -> Callable[[], None]:
-        where = "" if number is None else f" (param group {number})"
-        self._recheck(group, where)
-        params = [p for p in params if p.grad is not None]
-        grads = [p.grad for p in params if p.grad is not None]
-        for p, grad in zip(params, grads, strict=True):
+    def _kind(self, group: dict[str, Any]) -> Any:
+        return id(group)
+
+    def _prepared(self, batch: Batch) -> Callable[[], None]:
+        group = batch.group
+        for p, grad, where in zip(batch.params, batch.grads, batch.where(), strict=True):
             check_param(p, where)
             if p.is_complex():
-                raise TypeError(f"A parameter is {p.dtype}{where}: {type(self).__name__} trains real parameters.")
+                raise RuntimeError(f"A parameter is {p.dtype}{where}: {type(self).__name__} trains real parameters.")
             check_grad(p, grad, False, where)
             state = self.state.get(p) or {}
             check_state(p, {s: state[s.name] for s in self.states(group, p) if s.name in state}, where)
-        return partial(self._update_in_stages, group, params, grads)
+        return partial(self._update_in_stages, batch)
 
-    def _update_in_stages(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
-        if not params or self._overflowed():
+    def _update_in_stages(self, batch: Batch) -> None:
+        if self._overflowed():
             return
-        grads = placed_like(grads, params)
-        counts = self._counting(group, params, grads)
+        batch.grads = placed_like(batch.grads, batch.params)
+        counts = self._counting(batch)
         if counts is not None:
-            params, grads = list(compress(params, counts)), list(compress(grads, counts))
-        states = [self._state_of(p, group) for p in params]
+            batch.keep(counts)
+        group = batch.group
+        states = [self._state_of(p, group) for p in batch.params]
         steps = registry.advance([state["step"] for state in states])
         factor = self._read_factor(group)
         self.update_all(
             [
                 Stages(p, grad, state, group, int(step), factor)
-                for p, grad, state, step in zip(params, grads, states, steps, strict=True)
-                if p.numel() > 0
+                for p, grad, state, step in zip(batch.params, batch.grads, states, steps, strict=True)
+                if p.numel() > 0 and not p.is_meta
             ]
         )
 

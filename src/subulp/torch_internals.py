@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.autograd.graph import increment_version
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -56,3 +57,11 @@ def _block_at(
 def opaque_to_compile(function: _F) -> _F:
     """The function as one opaque call under ``torch.compile``; unlike ``torch.compiler.disable`` loads no compiler now."""
     return _disable_dynamo(function)  # type: ignore[return-value]
+
+
+def mark_written(tensors: Iterable[Tensor]) -> None:
+    """Tells autograd that these tensors have changed, so that a backward pass which needs their old values raises.
+
+    What writes through addresses does not go through torch, which counts the versions of a tensor otherwise.
+    """
+    increment_version(list(tensors))

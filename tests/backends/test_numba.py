@@ -172,12 +172,12 @@ def test_bits_do_not_depend_on_threads(threads):
     try:
         torch.set_num_threads(threads)
         params = make_params(shapes)
-        opt = subulp.AdamW(params, backend="numba")
+        opt = subulp.AdamW(params, backend="numba", stream=0)
         train(opt, params, 2)
     finally:
         torch.set_num_threads(before)
     reference = make_params(shapes)
-    train(subulp.AdamW(reference, backend="eager"), reference, 2)
+    train(subulp.AdamW(reference, backend="eager", stream=0), reference, 2)
     assert all(same_bits(p, q) for p, q in zip(params, reference, strict=True))
 
 
@@ -187,7 +187,7 @@ def test_plans_follow_tensors_that_are_replaced():
     results = []
     for backend in ("eager", "numba"):
         params = make_params(((8, 8), (5,), (3,)))
-        opt = subulp.AdamW(params, lr=1e-2, backend=backend)
+        opt = subulp.AdamW(params, lr=1e-2, backend=backend, stream=0)
         changes = [
             lambda: None,
             lambda p=params: setattr(p[0], "data", p[0].data.clone()),
@@ -215,7 +215,7 @@ def test_plans_follow_tensors_that_are_replaced():
 def test_steps_from_many_threads_at_once():
     """Autograd may call step_parameter from several threads; each parameter belongs to one of them."""
     params = make_params([(50_000,)] * 8)
-    opt = subulp.AdamW(params)
+    opt = subulp.AdamW(params, stream=0)
     set_grads(params, 0)
     group = opt.param_groups[0]
     threads = [threading.Thread(target=opt.step_parameter, args=(p, group, i)) for i, p in enumerate(params)]
@@ -224,7 +224,7 @@ def test_steps_from_many_threads_at_once():
     for thread in threads:
         thread.join()
     reference = make_params([(50_000,)] * 8)
-    train(subulp.AdamW(reference), reference, 1)
+    train(subulp.AdamW(reference, stream=0), reference, 1)
     assert all(same_bits(p, q) for p, q in zip(params, reference, strict=True))
 
 

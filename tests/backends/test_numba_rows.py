@@ -47,7 +47,7 @@ def test_rows_have_the_bits_of_blocks(cls, options, dtype, threads, monkeypatch)
         torch.set_num_threads(threads)
         for backend in ("eager", "numba"):
             params = make_params(WIDE, dtype)
-            opt = cls(params, backend=backend, **options)
+            opt = cls(params, backend=backend, **options, stream=0)
             train(opt, params, 3)
             results.append(everything(opt, params))
             assert len(used) == (0 if backend == "eager" else 3 * len(WIDE))
@@ -102,7 +102,7 @@ def test_what_rows_cannot_serve_has_the_same_bits(kind):
         (p,) = make_params((shape,))
         if kind == "strided":
             p = torch.nn.Parameter(p.detach().t().contiguous().t())
-        opt = subulp.CAME([p], lr=1e-2, backend=backend)
+        opt = subulp.CAME([p], lr=1e-2, backend=backend, stream=0)
         for step in range(3):
             p.grad = torch.randn(shape, generator=generator(step)).bfloat16()
             if kind == "a gradient in fp64":

@@ -69,7 +69,7 @@ def test_strided_parameters_and_other_gradient_dtypes() -> None:
         params[0].data = params[0].data.t()
         params[1].data = params[1].data[::2, 1:]
         params[2].data = params[2].data.contiguous(memory_format=torch.channels_last)
-        opt = subulp.AdamW(params, lr=1e-2, backend=backend)
+        opt = subulp.AdamW(params, lr=1e-2, backend=backend, stream=0)
         for step in range(2):
             set_grads(params, step)
             params[0].grad = params[0].grad.contiguous()
@@ -96,8 +96,8 @@ def test_capturable_reads_step_and_lr_where_they_are() -> None:
     """What a graph replay does: the same launches, after the counter and the rate have changed in place."""
     params, plain = make_params(((257,),)), make_params(((257,),))
     lr = torch.tensor(1e-2)
-    opt = subulp.AdamW(params, lr=lr, capturable=True, backend="triton")
-    reference = subulp.AdamW(plain, lr=1e-2, backend="eager")
+    opt = subulp.AdamW(params, lr=lr, capturable=True, backend="triton", stream=0)
+    reference = subulp.AdamW(plain, lr=1e-2, backend="eager", stream=0)
     for step in range(3):
         lr.fill_(0.01 / (step + 1))
         reference.param_groups[0]["lr"] = float(lr)
@@ -111,9 +111,9 @@ def test_capturable_reads_step_and_lr_where_they_are() -> None:
 @pytest.mark.parametrize("capturable", [False, True])
 def test_amp_scaling_unscales_and_skips(backend: str, capturable: bool) -> None:
     params, plain = make_params(SHAPES, torch.float32), make_params(SHAPES, torch.float32)
-    opt = subulp.AdamW(params, lr=1e-2, backend=backend, capturable=capturable, weight_decay=0.1)
+    opt = subulp.AdamW(params, lr=1e-2, backend=backend, capturable=capturable, weight_decay=0.1, stream=0)
     opt.amp_scaling = True
-    reference = subulp.AdamW(plain, lr=1e-2, weight_decay=0.1)
+    reference = subulp.AdamW(plain, lr=1e-2, weight_decay=0.1, stream=0)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
     for step in range(4):
         set_grads(params, step)

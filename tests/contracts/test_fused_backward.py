@@ -138,7 +138,7 @@ def test_parameters_may_be_repointed_between_passes():
 
 def test_backward_on_other_threads():
     nets = [Net() for _ in range(4)]
-    opts = [subulp.AdamW(net.parameters()) for net in nets]
+    opts = [subulp.AdamW(net.parameters(), stream=0) for net in nets]
     for opt in opts:
         subulp.FusedBackward(opt)
 

@@ -50,7 +50,7 @@ def test_rates_are_taken_up_each_step(name, tensor):
             {"params": ps[3:], "lr": torch.tensor(3e-3) if tensor else 3e-3},
         ]
 
-    opt, other = subulp.AdamW(groups(params)), subulp.AdamW(groups(told))
+    opt, other = (subulp.AdamW(groups(p), stream=0) for p in (params, told))
     schedule = SCHEDULERS[name](opt)
     rates = set()
     for step in range(6):

@@ -50,6 +50,7 @@ class Trainer:
         if backup is not None:
             self.net.load_state_dict(backup["model"])
         self.optimizer = adapter.create_optimizer(self.net.groups(), config, backup and backup["optimizer"])
+        self.name = config["optimizer"]
         self.accumulation = accumulation
         self.micro_step = 0
         self.ema = subulp.EMA(self.net.named_parameters(), decay=0.9)
@@ -91,7 +92,9 @@ class Trainer:
                 self.micro_step += 1
 
     def backup(self) -> dict[str, Any]:
-        state = {**self.optimizer.state_dict(), "param_group_mapping": ["unet", "lora", "embedding"]}
+        names = ["unet", "lora", "embedding"]
+        state = {**self.optimizer.state_dict(), "param_group_mapping": names}
+        state["param_group_optimizer_mapping"] = [self.name.rpartition(".")[2] for _ in names]
         return {"model": self.net.state_dict(), "optimizer": state, "ema": self.ema.state_dict()}
 
 
@@ -110,6 +113,7 @@ CONFIGS: list[dict[str, Any]] = [
     },
     {"optimizer": "LION", "beta1": 0.9, "beta2": 0.99},
     {"optimizer": "SGD", "momentum": 0.9},
+    {"optimizer": "PRODIGY", "d0": 1e-3, "slice_p": 3},
 ]
 all_configs = pytest.mark.parametrize(
     "config",

@@ -82,7 +82,7 @@ def test_lightning_15501_unscaled_gradients_are_not_unscaled_again():
     results = []
     for unscale_first in (True, False):
         params = make_params(dtype=torch.float32)
-        opt = subulp.AdamW(params)
+        opt = subulp.AdamW(params, stream=0)
         opt.amp_scaling = True
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
         set_grads(params, 0)
@@ -144,7 +144,7 @@ def test_torchtitan_848_an_empty_state_is_a_parameter_without_steps(spec):
 
 def test_lora_scripts_320_parameters_without_state_shift_no_others():
     params, others = make_params(((2, 2),) * 10), make_params(((2, 2),) * 10)
-    opt, other = subulp.AdamW(params), subulp.AdamW(others)
+    opt, other = subulp.AdamW(params, stream=0), subulp.AdamW(others, stream=0)
     for step in range(2):
         set_grads(params, step)
         params[3].grad = None
@@ -246,7 +246,7 @@ def test_lbann_56_denormal_numbers_have_the_bits_of_the_reference():
     results = []
     for backend in ("eager", "numba"):
         p = Parameter(torch.full((4096,), 1e-39).bfloat16())
-        opt = subulp.AdamW([p], lr=1e-40, backend=backend)
+        opt = subulp.AdamW([p], lr=1e-40, backend=backend, stream=0)
         for step in range(3):
             p.grad = torch.full_like(p, 1e-38 if step == 0 else 0.0)
             opt.step()
@@ -315,7 +315,7 @@ def test_pytorch_140898_a_fresh_optimizer_loads_though_gradients_are_set():
 
     def fresh() -> tuple[nn.Module, subulp.AdamW]:
         net = nn.Linear(4, 3).bfloat16()
-        opt = subulp.AdamW(net.parameters(), lr=1e-2)
+        opt = subulp.AdamW(net.parameters(), lr=1e-2, stream=0)
         net(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
         return net, opt
 

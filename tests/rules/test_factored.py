@@ -126,7 +126,7 @@ def test_blocks_do_not_change_the_result(cls: Any, dtype: torch.dtype, monkeypat
     for block in (1 << 18, 100):
         monkeypatch.setitem(staged.BLOCK, "cpu", block)
         params = make_params(SHAPES, dtype)
-        opt = cls(params, **({"lr": 1e-3} if cls is subulp.CAME else {"beta1": 0.9}))
+        opt = cls(params, stream=0, **({"lr": 1e-3} if cls is subulp.CAME else {"beta1": 0.9}))
         train(opt, params, 5)
         results.append(everything(opt, params))
     assert all(map(same_bits, *results))
@@ -139,7 +139,7 @@ def test_strided_parameters_have_the_bits_of_contiguous_ones(cls: Any) -> None:
     strided[0].data = strided[0].data.contiguous(memory_format=torch.channels_last)
     strided[1].data = strided[1].data.t().contiguous().t()
     for params in (plain, strided):
-        opt = cls(params, **options)
+        opt = cls(params, stream=0, **options)
         for step in range(3):
             set_grads(params, step)
             opt.step()
@@ -230,7 +230,7 @@ def test_transformers_checkpoints_load() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"lr": 1e-3}, ValueError, "relative_step=False"),
+        ({"lr": 1e-3, "relative_step": True}, ValueError, "relative_step=False"),
         ({"relative_step": False}, ValueError, "lr=None with relative_step=False"),
         ({"lr": 1e-3, "relative_step": False, "warmup_init": True}, ValueError, "warmup_init=True"),
         ({"eps": 1e-30}, TypeError, "eps=1e-30"),

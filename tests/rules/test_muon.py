@@ -46,7 +46,7 @@ def test_backends_give_equal_bits(dtype):
     results = []
     for backend in ("eager", "numba"):
         params = make_params(SHAPES, dtype)
-        opt = subulp.Muon(params, lr=0.02, backend=backend)
+        opt = subulp.Muon(params, lr=0.02, backend=backend, stream=0)
         train(opt, params, 3)
         results.append(everything(opt, params))
     assert all(map(same_bits, *results))
@@ -57,7 +57,7 @@ def test_batches_and_single_updates_give_equal_bits(monkeypatch):
     for limit in (1 << 24, 1):
         monkeypatch.setattr(muon, "BATCH", limit)
         params = make_params(SHAPES)
-        opt = subulp.Muon(params, lr=0.02)
+        opt = subulp.Muon(params, lr=0.02, stream=0)
         train(opt, params, 3)
         results.append(everything(opt, params))
     assert all(map(same_bits, *results))
@@ -98,10 +98,10 @@ def test_other_groups_take_adamw(flag):
     matrices, rest = make_params(((6, 5),)), make_params(((7,), (2, 3, 4), (4, 4)))
     alone = make_params(((7,), (2, 3, 4), (4, 4)))
     groups = [{"params": matrices, "optim_type": "muon"}, {"params": rest, "lr": 3e-3, "weight_decay": 0.2, **flag}]
-    opt = subulp.Muon(groups, lr=0.02)
+    opt = subulp.Muon(groups, lr=0.02, stream=0)
     # The noise of an unnamed parameter goes by its position over all groups.
     other = subulp.AdamW(
-        [{"params": make_params(((6, 5),))}, {"params": alone}], lr=3e-3, betas=(0.9, 0.95), weight_decay=0.2
+        [{"params": make_params(((6, 5),))}, {"params": alone}], lr=3e-3, betas=(0.9, 0.95), weight_decay=0.2, stream=0
     )
     train(opt, [*matrices, *rest], 4)
     train(other, [*other.param_groups[0]["params"], *alone], 4)
@@ -152,9 +152,9 @@ rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 mesh = init_device_mesh("cpu", (2,))
 for dim in (0, 1):
-    plain = make_params(((7, 5), (5, 9), (1, 4)))
+    plain = make_params(((7, 5), (5, 9), (1, 4), (3, 4, 5), (6, 3, 2, 2)))
     sharded = [torch.nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [Shard(dim)])) for p in plain]
-    opts = [subulp.Muon(params, lr=0.02) for params in (plain, sharded)]
+    opts = [subulp.Muon(params, lr=0.02, view="auto") for params in (plain, sharded)]
     for step in range(3):
         set_grads(plain, step)
         for p, q in zip(plain, sharded):

@@ -56,7 +56,7 @@ def test_the_estimate_grows_in_bf16_as_in_fp32():
 
 def test_updates_in_backward_have_the_bits_of_a_step():
     params, alone = make_params(), make_params()
-    opt, other = subulp.Prodigy(params), subulp.Prodigy(alone)
+    opt, other = subulp.Prodigy(params, stream=0), subulp.Prodigy(alone, stream=0)
     for step in range(4):
         set_grads(params, step)
         set_grads(alone, step)
@@ -88,7 +88,7 @@ def test_a_sample_takes_less_state_and_gives_a_like_estimate():
     found = {}
     for every in (1, 11):
         p = Parameter(torch.full((1 << 14,), 0.5, dtype=torch.bfloat16))
-        opt = subulp.Prodigy([p], slice_p=every)
+        opt = subulp.Prodigy([p], slice_p=every, stream=0)
         descend(p, opt, 100)
         found[every] = float(opt.param_groups[0]["d"])
         assert opt.state[p]["s"].numel() == math.ceil((1 << 14) / every)

@@ -102,7 +102,7 @@ def test_decay_warms_up_and_steps_are_skipped():
 
 def test_weights_are_lent_and_returned():
     params = make_params()
-    ema = subulp.EMA(params, decay=0.5)
+    ema = subulp.EMA(params, decay=0.5, stream=0)
     original = [e.clone() for e in ema.ema_parameters]
     moved(params, 1.0)
     trained = [p.detach().clone() for p in params]
@@ -122,7 +122,7 @@ def test_frozen_and_strided_parameters():
     wide = Parameter(torch.ones(6, 8, dtype=torch.bfloat16))
     plain = Parameter(torch.ones(8, 6, dtype=torch.bfloat16))
     wide.data = wide.data.t()
-    emas = [subulp.EMA([frozen, p], decay=0.5) for p in (wide, plain)]
+    emas = [subulp.EMA([frozen, p], decay=0.5, stream=0) for p in (wide, plain)]
     for p in (wide, plain):
         p.data.copy_(torch.linspace(0, 1, 48).view(8, 6))
     frozen.data.fill_(7)
@@ -139,16 +139,55 @@ def test_it_resumes_bit_for_bit(tmp_path):
         moved(params, 0.1)
         ema.step(params, step)
     torch.save(ema.state_dict(), tmp_path / "ema.pt")
-    other = subulp.EMA(make_params(seed=5), decay=0.1)
+    other = subulp.EMA(make_params(seed=5), decay=0.9)
     other.load_state_dict(torch.load(tmp_path / "ema.pt", weights_only=True))
     for step in range(3, 6):
         moved(params, 0.1)
         ema.step(params, step)
         other.step(params, step)
     assert all(map(same_bits, ema.ema_parameters, other.ema_parameters))
-    assert other.decay == 0.9
     ema.to(dtype=torch.float32)
     assert all(e.dtype == torch.float32 for e in ema.ema_parameters)
+
+
+def test_a_changed_decay_holds_after_a_resume():
+    """OneTrainer makes the wrapper with the setting of today and loads the backup's averages into it."""
+    params = make_params()
+    old, new, fresh = (subulp.EMA(params, decay=d, dtype=torch.float32) for d in (0.9, 0.5, 0.5))
+    new.load_state_dict(old.state_dict())
+    assert (new.decay, new.state_dict()["decay"]) == (0.5, 0.5)
+    moved(params, 0.1)
+    new.step(params, 100)
+    fresh.step(params, 100)
+    assert all(map(same_bits, new.ema_parameters, fresh.ema_parameters))
+
+
+def test_weights_are_put_aside_where_asked():
+    params = make_params()
+    ema = subulp.EMA(params, temp_device="meta")
+    ema.copy_ema_to(params)
+    assert all(t.is_meta for t in ema._temp)
+    ema = subulp.EMA(params, decay=0.5, temp_device="cpu")
+    moved(params, 0.5)
+    before = [p.detach().clone() for p in params]
+    ema.copy_ema_to(params)
+    assert not same_bits(params[0].detach(), before[0])
+    ema.copy_temp_to(params)
+    assert all(same_bits(p.detach(), q) for p, q in zip(params, before, strict=True))
+
+
+def test_a_module_is_its_named_parameters():
+    net = torch.nn.Sequential(torch.nn.Linear(40, 30)).bfloat16()
+    emas = [subulp.EMA(given, decay=0.9) for given in (net, net.named_parameters())]
+    moved(list(net.parameters()), 0.013)
+    for ema, given in zip(emas, (net, net.parameters()), strict=True):
+        ema.step(given, 50)
+    assert all(map(same_bits, emas[0].ema_parameters, emas[1].ema_parameters))
+    for wrong, shown in ((net[0].weight, "Parameter"), ("weights", "str"), (3, "int"), ([net], "Sequential")):
+        with pytest.raises(TypeError, match=rf"(got a|entry is).*{shown}.*(pass a module)?"):
+            subulp.EMA(wrong)
+        with pytest.raises(TypeError, match=rf"(got a|entry is).*{shown}"):
+            subulp.GradientAccumulation(wrong, 2)
 
 
 def test_misuse_is_told():

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from subulp.numerics.layout import Layout
 from subulp.numerics.views import Views, flat_views
+from subulp.torch_internals import mark_written
 
 
 @dataclass
@@ -41,6 +42,12 @@ class Bucket:
     def fill(self, steps: npt.NDArray[np.int64], scalars: npt.NDArray[np.float64], rows: npt.NDArray[np.int64]) -> None:
         """Takes its members' part of the steps and rows of all the caller's parameters."""
         self.steps, self.scalars, self.rows = steps[self.members], scalars, rows[self.members]
+
+    def finish(self) -> None:
+        """What follows the update: working copies go back, and autograd is told what has been written."""
+        mark_written(t for column in self.written for t in column)
+        for views in self.views:
+            views.finish()
 
     @property
     def device(self) -> torch.device:
@@ -88,7 +95,7 @@ def make_buckets(
     members: dict[Any, list[int]] = {}
     for i, key in enumerate(zip(*([t.dtype for t in column] for column in columns), strict=True)):
         target = columns[0][i]
-        if target.numel() > 0:
+        if target.numel() > 0 and not target.is_meta:  # on the meta device there is nothing to compute
             members.setdefault((target.device, key), []).append(i)
     buckets = []
     for chosen in members.values():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from subulp.backends.bucket import Bucket
 from subulp.numerics import noise
 from subulp.numerics.formats import FORMATS, Draw, encode_nearest, encode_stochastic
 from subulp.numerics.layout import Layout
-from subulp.rules.rule import Rule
+from subulp.rules.rule import Rule, slots
 
 NAME = "eager"
 READS_DEVICE_STEPS = False
@@ -21,17 +21,22 @@ CHUNK = 1 << 18
 """Elements updated at a time: about 30 temporaries of 1 MiB."""
 
 
-def run(rule: Rule, bucket: Bucket, *, seed: int, stochastic: bool, read_factor: float = 1.0) -> None:
+def run(
+    rule: Rule, bucket: Bucket, *, seed: int, stochastic: bool | tuple[bool, ...], read_factor: float = 1.0
+) -> None:
     """Updates the bucket's written tensors in place. The first read tensor is multiplied by ``read_factor``."""
+    drawn = slots(stochastic, len(bucket.written))
     for i, layout in enumerate(bucket.layouts):
         written = [column[i].view(-1) for column in bucket.written]
         reads = [column[i].view(-1) for column in bucket.reads]
-        scalars = bucket.scalars[bucket.rows[i]].tolist()
+        compute = torch.float64 if written[0].dtype == torch.float64 else torch.float32
+        # Tensors, so that what a formula computes of scalars alone is rounded as the kernels round it.
+        scalars = [torch.tensor(scalar, dtype=compute) for scalar in bucket.scalars[bucket.rows[i]].tolist()]
         key = (seed, bucket.streams[i], int(bucket.steps[i]))
         numel = written[0].numel()
         for start in range(0, numel, CHUNK):
             stop = min(start + CHUNK, numel)
-            index = _indices(layout, start, stop, written[0].device) if stochastic else None
+            index = _indices(layout, start, stop, written[0].device) if any(drawn) else None
             _update(
                 rule,
                 [t[start:stop] for t in written],
@@ -39,10 +44,10 @@ def run(rule: Rule, bucket: Bucket, *, seed: int, stochastic: bool, read_factor:
                 scalars,
                 index,
                 key,
+                drawn,
                 read_factor,
             )
-    for views in bucket.views:
-        views.finish()
+    bucket.finish()
 
 
 def _indices(layout: Layout | None, start: int, stop: int, device: torch.device) -> Tensor:
@@ -55,15 +60,13 @@ def _update(
     rule: Rule,
     written: list[Tensor],
     reads: list[Tensor],
-    scalars: Sequence[float],
+    scalars: Sequence[Tensor],
     index: Tensor | None,
     key: tuple[int, int, int],
+    drawn: tuple[bool, ...],
     read_factor: float,
 ) -> None:
-    double = written[0].dtype == torch.float64
-    compute = torch.float64 if double else torch.float32
-    if not double:
-        scalars = [float(np.float32(s)) for s in scalars]
+    compute = torch.float64 if written[0].dtype == torch.float64 else torch.float32
     values = [t.to(compute) for t in reads]
     if read_factor != 1.0:
         values[0] = values[0] * read_factor
@@ -73,7 +76,7 @@ def _update(
         fmt = FORMATS.get(target.dtype)
         if fmt is None:
             encoded = value.to(target.dtype)
-        elif index is None:
+        elif index is None or not drawn[slot]:
             encoded = encode_nearest(value.float(), fmt)
         else:
             encoded = encode_stochastic(value.float(), fmt, _draw(index, *key, slot))
@@ -90,12 +93,12 @@ def _draw(index: Tensor, seed: int, stream: int, step: int, slot: int) -> Draw:
     return draw
 
 
-def record_update(
-    rule: Rule, written: Sequence[Tensor], grad: Tensor, scalars: Sequence[float], maximize: bool
-) -> None:
-    """The update as autograd sees it: the formula on the tensors themselves, in their own precision."""
-    with torch.enable_grad():
-        tensors = [torch.view_as_real(t) if t.is_complex() else t for t in (*written, -grad if maximize else grad)]
-        target, *states, g = tensors
-        for t, value in zip(tensors, rule.formula(target, g, *states, *scalars), strict=False):
-            t.copy_(value)
+def record_update(rule: Rule, written: Sequence[Tensor], grad: Tensor, scalars: Sequence[Any]) -> None:
+    """The update as autograd sees it: the formula on the tensors themselves, in their own precision.
+
+    It works on copies of what it overwrites, whose old values the backward pass needs. Scalars may be tensors.
+    """
+    tensors = [torch.view_as_real(t) if t.is_complex() else t for t in (*written, grad)]
+    g, (old, *states) = tensors[-1], [t.clone() for t in tensors[:-1]]
+    for t, value in zip(tensors, rule.formula(old, g, *states, *scalars), strict=False):
+        t.copy_(value)

@@ -7,7 +7,7 @@ threads take from a shared counter; the bits do not depend on who takes which.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from subulp.backends.bucket import Bucket
+from subulp.backends.forks import wait_for_all
 from subulp.backends.numba_kernel import advance_kernel, kernel_for
 from subulp.numerics.layout import Layout
-from subulp.rules.rule import Rule
+from subulp.rules.rule import Rule, slots
 
 NAME = "numba"
 READS_DEVICE_STEPS = False
@@ -51,24 +52,23 @@ class Launch:
         self,
         rule: Rule,
         dtypes: Sequence[torch.dtype],
-        stochastic: bool,
-        sizes: Iterable[int],
+        stochastic: bool | tuple[bool, ...],
+        sizes: Sequence[int],
         layouts: Sequence[Layout | None],
-        streams: Sequence[int],
     ) -> None:
-        self.kernel = kernel_for(rule, tuple(FORMATS[d] for d in dtypes), stochastic)
+        self.kernel = kernel_for(rule, tuple(FORMATS[d] for d in dtypes), slots(stochastic, len(dtypes) - rule.reads))
         self.width = rule.scalars
-        counts = np.fromiter(sizes, np.int64, len(streams))
+        counts = np.array(sizes, dtype=np.int64)
         self.elements = int(counts.sum())
         self.chunks = _chunk_table(counts)
         self.layouts = _layout_table(layouts, counts)
-        self.streams = np.array(streams, dtype=np.int64)
 
     def __call__(
         self,
         pointers: npt.NDArray[np.int64],
         scalars: npt.NDArray[np.float64],
         rows: npt.NDArray[np.int64],
+        streams: npt.NDArray[np.int64],
         steps: npt.NDArray[np.int64],
         seed: int,
         factor: float,
@@ -84,26 +84,28 @@ class Launch:
             counter,
             narrow,
             rows,
-            self.streams,
+            streams,
             steps,
             np.uint64(seed),
             np.float32(factor),
         )
         threads = min(torch.get_num_threads(), -(-self.elements // ELEMENTS_PER_THREAD), len(self.chunks))
         helpers = [thread_pool().submit(self.kernel, *arguments) for _ in range(threads - 1)]
-        self.kernel(*arguments)
-        for helper in helpers:
-            helper.result()
+        try:
+            self.kernel(*arguments)
+        finally:
+            wait_for_all(helpers)
 
 
-def run(rule: Rule, bucket: Bucket, *, seed: int, stochastic: bool, read_factor: float = 1.0) -> None:
+def run(
+    rule: Rule, bucket: Bucket, *, seed: int, stochastic: bool | tuple[bool, ...], read_factor: float = 1.0
+) -> None:
     """Updates the bucket's written tensors in place. The first read tensor is multiplied by ``read_factor``."""
     columns = (*bucket.written, *bucket.reads)
-    sizes = map(Tensor.numel, columns[0])
-    launch = Launch(rule, bucket.dtypes, stochastic, sizes, bucket.layouts, bucket.streams)
-    launch(pointer_table(columns), bucket.scalars, bucket.rows, bucket.steps, seed, read_factor)
-    for views in bucket.views:
-        views.finish()
+    launch = Launch(rule, bucket.dtypes, stochastic, list(map(Tensor.numel, columns[0])), bucket.layouts)
+    streams = np.array(bucket.streams, dtype=np.int64)
+    launch(pointer_table(columns), bucket.scalars, bucket.rows, streams, bucket.steps, seed, read_factor)
+    bucket.finish()
 
 
 def pointer_table(columns: Sequence[Sequence[Tensor]]) -> npt.NDArray[np.int64]:
@@ -115,7 +117,10 @@ def pointer_table(columns: Sequence[Sequence[Tensor]]) -> npt.NDArray[np.int64]:
 
 
 def advance(pointers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Adds one to the step counters (0-d fp32 in CPU memory) at these addresses and returns the new values."""
+    """Adds one to the step counters (0-d fp64 in CPU memory) at the addresses in the first row.
+
+    Returns their new values, and the streams (0-d int64) at the addresses in the second row.
+    """
     result: npt.NDArray[np.int64] = advance_kernel()(pointers)
     return result
 

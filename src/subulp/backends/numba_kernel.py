@@ -1,5 +1,7 @@
 """The one Numba kernel, specialised by formula and dtypes, and its cache on disk."""
 
+# mypy: disable-error-code="call-arg, unreachable"
+
 from __future__ import annotations
 
 import hashlib
@@ -91,21 +93,32 @@ def _tuple_of(count: int, item: Any) -> Any:
 
 @intrinsic
 def _bump(typing_context: Any, address: Any) -> Any:
-    """Adds one to the fp32 at ``address``; returns the new value."""
+    """Adds one to the fp64 at ``address``; returns the new value."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], ir.FloatType().as_pointer())
-        value = builder.fadd(builder.load(pointer), ir.FloatType()(1.0))
+        pointer = builder.inttoptr(args[0], ir.DoubleType().as_pointer())
+        value = builder.fadd(builder.load(pointer), ir.DoubleType()(1.0))
         builder.store(value, pointer)
         return value
 
-    return types.float32(types.int64), emit
+    return types.float64(types.int64), emit
+
+
+@intrinsic
+def _integer_at(typing_context: Any, address: Any) -> Any:
+    """The int64 at ``address``."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(builder.inttoptr(args[0], ir.IntType(64).as_pointer()))
+
+    return types.int64(types.int64), emit
 
 
 def _advance(pointers):  # type: ignore[no-untyped-def]
-    result = np.empty(pointers.shape[0], dtype=np.int64)
-    for i in range(pointers.shape[0]):
-        result[i] = i64(_bump(pointers[i]))  # type: ignore[call-arg]
+    result = np.empty((2, pointers.shape[1]), dtype=np.int64)
+    for i in range(pointers.shape[1]):
+        result[0, i] = i64(_bump(pointers[0, i]))
+        result[1, i] = _integer_at(pointers[1, i])
     return result
 
 
@@ -181,7 +194,15 @@ def _compiled(function: Callable[..., Any]) -> Any:
         for name in function.__code__.co_names
         if isinstance(value := function.__globals__.get(name), python_types.FunctionType)
     }
-    return _inner(function, names, _content_key(_formula_key(function)))
+    # A Python number is fp64 or int64 to Numba, and would lift the whole expression to fp64.
+    constants = tuple(f32(c) if type(c) in (int, float) else c for c in function.__code__.co_consts)
+    typed = python_types.FunctionType(function.__code__.replace(co_consts=constants), function.__globals__)
+    return _inner(typed, names, _content_key(_formula_key(function)))
+
+
+@cache
+def _philox() -> Any:
+    return _inner(numba_body.philox, {}, _content_key("philox"))
 
 
 def _inner(function: Callable[..., Any], names: dict[str, Any], key: int) -> Any:
@@ -225,10 +246,15 @@ def _formula_key(function: Callable[..., Any]) -> Any:
 def cached_jit(
     function: Callable[..., Any], signature: Any, *key: str, inner: Sequence[Callable[..., Any]] = (), **options: Any
 ) -> Any:
-    """A function compiled now, cached under its code and the key. ``options`` do not reach the ``inner`` functions."""
+    """A function compiled now, cached under its code and the key. ``options`` do not reach the ``inner`` functions.
+
+    An inner function may call those before it.
+    """
     codes = [(f.__code__.co_code, f.__code__.co_consts, f.__code__.co_names) for f in (function, *inner)]
     number = _content_key(*codes, *key)
-    names = {f.__name__: _inner(f, {}, number) for f in inner}
+    names: dict[str, Any] = {}
+    for f in inner:
+        names[f.__name__] = _inner(f, dict(names), number)
     return _jit(_specialise(function, names, number), signature, **options)
 
 
@@ -245,9 +271,17 @@ def _jit(function: Callable[..., Any], signature: Any, **more: Any) -> Any:
         return njit(signature, **options)(function)
 
 
+def kernel_for(rule: Rule, dtypes: tuple[str, ...], stochastic: tuple[bool, ...]) -> Any:
+    """The compiled kernel of a rule over arrays of these formats ("bf16", "fp16", "fp32"), written ones first.
+
+    ``stochastic`` says of each written array how it is rounded; of an fp32 one it says nothing.
+    """
+    stochastic = tuple(flag and dtype != "fp32" for flag, dtype in zip(stochastic, dtypes, strict=False))
+    return _kernel(rule, dtypes, stochastic)
+
+
 @cache
-def kernel_for(rule: Rule, dtypes: tuple[str, ...], stochastic: bool) -> Any:
-    """The compiled kernel of a rule over arrays of these formats ("bf16", "fp16", "fp32"), written ones first."""
+def _kernel(rule: Rule, dtypes: tuple[str, ...], stochastic: tuple[bool, ...]) -> Any:
     written = len(dtypes) - rule.reads
     key = _content_key(
         _formula_key(rule.formula), dtypes, rule.reads, rule.scalars, stochastic, rule.raw, rule.keeps_nonfinite
@@ -256,7 +290,7 @@ def kernel_for(rule: Rule, dtypes: tuple[str, ...], stochastic: bool) -> Any:
     names: dict[str, Any] = {
         "WRITTEN": written,
         "WORDS": lanes.words,
-        "STOCHASTIC": stochastic and any(d != "fp32" for d in dtypes[:written]),
+        "STOCHASTIC": any(stochastic),
         "PAIRED": any(d != "fp32" for d in dtypes[:written]),
         "formula": _compiled(rule.formula),
         "arguments": _arguments(written, rule.reads, rule.scalars),
@@ -268,7 +302,7 @@ def kernel_for(rule: Rule, dtypes: tuple[str, ...], stochastic: bool) -> Any:
         "keys_of": _tuple_of(2 * written, types.uint32),
         "pointers_of": _tuple_of(len(dtypes), types.int64),
         "scalars_of": _tuple_of(max(rule.scalars, 1), types.float32),
-        "philox": _compiled(numba_body.philox),
+        "philox": _philox(),
         "take_next": _take_next,
     }
     names["update_one"] = _inner(numba_body.update_one, names, key)
@@ -278,5 +312,5 @@ def kernel_for(rule: Rule, dtypes: tuple[str, ...], stochastic: bool) -> Any:
 
 @cache
 def advance_kernel() -> Any:
-    """``advance(addresses)``: adds one to the fp32 counter at each address, returns the new values as int64."""
-    return _jit(_specialise(_advance, {}, _content_key("advance")), types.int64[::1](types.int64[::1]))
+    """``advance(addresses)``: adds one to the fp64 counters at the first row; returns them, and the int64 at the second."""
+    return _jit(_specialise(_advance, {}, _content_key("advance")), types.int64[:, ::1](types.int64[:, ::1]))

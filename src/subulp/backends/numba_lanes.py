@@ -82,12 +82,14 @@ class Lanes:
     Args:
         dtypes: "bf16", "fp16" or "fp32" of each array, written ones first.
         written: how many arrays are written.
-        stochastic: whether 16-bit stores are stochastic.
+        stochastic: of each written array, whether its stores are stochastic.
         raw: whether stored values may be NaNs that no arithmetic has touched (and quieted).
         keeps_nonfinite: whether a non-finite target value stays as it is.
     """
 
-    def __init__(self, dtypes: Sequence[str], written: int, stochastic: bool, raw: bool, keeps_nonfinite: bool) -> None:
+    def __init__(
+        self, dtypes: Sequence[str], written: int, stochastic: Sequence[bool], raw: bool, keeps_nonfinite: bool
+    ) -> None:
         self.dtypes = tuple(dtypes)
         self.written = written
         self.stochastic = stochastic
@@ -221,7 +223,7 @@ class Lanes:
 
     def _draws(self, context: Any, builder: Any, column: int, counter: Any, keys: Any) -> list[Any]:
         """The draws of the even and the odd element of a pair."""
-        if not self.stochastic or self.dtypes[column] == "fp32":
+        if not self.stochastic[column]:
             return [_WORD(0), _WORD(0)]
         k0, k1 = builder.extract_value(keys, 2 * column), builder.extract_value(keys, 2 * column + 1)
 
@@ -242,11 +244,11 @@ class Lanes:
             return context.compile_internal(builder, function, signature, list(args))
 
         if self.dtypes[column] == "fp16":
-            if self.stochastic:
+            if self.stochastic[column]:
                 return call(fp16_stochastic, _BINARY, bits, draw)
             half = builder.bitcast(builder.fptrunc(value, ir.HalfType()), ir.IntType(16))
             return builder.zext(half, _WORD)
-        if not self.stochastic:
+        if not self.stochastic[column]:
             return call(bf16_nearest, _UNARY, bits)
         rounded = call(bf16_stochastic, _BINARY, bits, draw)
         return call(bf16_quiet, _UNARY, rounded) if self.raw else rounded

@@ -6,7 +6,7 @@ tensors, and :meth:`Plan.gather` compares every identity, data pointer and dtype
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -16,74 +16,68 @@ import torch
 from torch import Tensor
 
 from subulp.backends.numba_cpu import Launch, advance
+from subulp.batch import Batch, Scalars
 from subulp.rules.rule import Rule
+from subulp.torch_internals import mark_written
+
+_COUNTERS = 2
+"""The columns before the target: step and stream."""
 
 
 class Plan:
     """Launches for parameters that are all simple (``subulp.checks.is_plain``) and all on the CPU.
 
-    ``choices`` are the group's (stochastic_rounding, backend).
+    ``choices`` are the groups' (stochastic_rounding, backend).
     """
 
     def __init__(
         self,
         rule: Rule,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
+        batch: Batch,
         states: Sequence[Mapping[str, Any]],
-        choices: tuple[bool, str],
+        stochastic: bool | tuple[bool, ...],
+        choices: tuple[bool | str, str],
     ) -> None:
         self.rule = rule
         self.choices = choices
         self.names = [spec.name for spec in rule.states]
-        self.sizes = [p.numel() for p in params]
-        self.numels = self.sizes * (2 + len(self.names))  # of targets, states and gradients
-        self.streams = [state["stream"] for state in states]
-        columns = self._columns(params, states)
+        self.sizes = [p.numel() for p in batch.params]
+        self.shapes = [p.shape for p in batch.params]
+        self.numels = self.sizes * (1 + len(self.names))  # of targets and states
+        columns = self._columns(batch.params, states)
         self.ids = list(map(id, chain(*columns)))
-        self.dtypes = [t.dtype for t in chain(*columns[1:], grads)]
-        self.pointers = self._pointers(columns, grads)
-        keys = list(zip(*([t.dtype for t in column] for column in (*columns[1:], grads)), strict=True))
+        self.dtypes = [t.dtype for t in chain(*columns, batch.grads)]
+        self.pointers = self._pointers(columns, batch.grads)
+        keys = list(zip(*([t.dtype for t in column] for column in (*columns[_COUNTERS:], batch.grads)), strict=True))
         members: dict[tuple[torch.dtype, ...], list[int]] = {}
         for i, key in enumerate(keys):
             if self.sizes[i] > 0:
                 members.setdefault(key, []).append(i)
         self.launches = [
             (
-                slice(None) if len(chosen) == len(params) else np.array(chosen),
-                Launch(
-                    rule,
-                    key,
-                    choices[0],
-                    [self.sizes[i] for i in chosen],
-                    [None] * len(chosen),
-                    [self.streams[i] for i in chosen],
-                ),
+                slice(None) if len(chosen) == len(batch.params) else np.array(chosen),
+                Launch(rule, key, stochastic, [self.sizes[i] for i in chosen], [None] * len(chosen)),
             )
             for key, chosen in members.items()
         ]
 
     def gather(
-        self,
-        rule: Rule,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        states: Sequence[Mapping[str, Any]],
-        choices: tuple[bool, str],
+        self, rule: Rule, batch: Batch, states: Sequence[Mapping[str, Any]], choices: tuple[bool | str, str]
     ) -> bool:
         """Whether the plan still fits. If so, it has taken up the gradients' new addresses."""
+        params, grads = batch.params, batch.grads
         if rule is not self.rule or choices != self.choices or len(params) != len(self.sizes):
             return False
         try:
             columns = self._columns(params, states)
             if (
                 list(map(id, chain(*columns))) != self.ids
-                or [t.dtype for t in chain(*columns[1:], grads)] != self.dtypes
+                or [t.dtype for t in chain(*columns, grads)] != self.dtypes
                 or set(map(type, grads)) != {Tensor}
-                or not all(map(Tensor.is_contiguous, chain(*columns[1:], grads)))
-                or list(map(Tensor.numel, chain(*columns[1:], grads))) != self.numels
+                or not all(map(Tensor.is_contiguous, chain(*columns[_COUNTERS:], grads)))
+                or list(map(Tensor.numel, chain(*columns[_COUNTERS:]))) != self.numels
+                or [g.shape for g in grads] != self.shapes
                 or not all(g.is_cpu for g in grads)
-                or [state["stream"] for state in states] != self.streams
             ):
                 return False
             pointers = self._pointers(columns, grads)
@@ -96,26 +90,30 @@ class Plan:
         return True
 
     def step(
-        self, scalars_at: Callable[[npt.NDArray[np.int64]], tuple[Any, Any]], seed: int, read_factor: float
+        self, batch: Batch, states: Sequence[Mapping[str, Any]], scalars: Scalars, seed: int, factor: float
     ) -> None:
-        """Counts the step and updates everything; ``scalars_at(steps)`` gives the scalar rows and each tensor's row."""
-        steps = advance(self.pointers[0])
-        scalars, rows = scalars_at(steps)
-        table = np.ascontiguousarray(self.pointers[1:].T)  # the kernel's order: target, states, gradient
+        """Counts the step and updates everything."""
+        steps, streams = advance(self.pointers)
+        table, rows = batch.scalar_rows(scalars, steps)
+        pointers = np.ascontiguousarray(self.pointers[_COUNTERS:].T)  # the kernel's order: target, states, gradient
         for chosen, launch in self.launches:
             whole = isinstance(chosen, slice)
             launch(
-                table if whole else table[chosen],
-                scalars,
+                pointers if whole else pointers[chosen],
+                table,
                 rows if whole else rows[chosen],
+                streams if whole else streams[chosen],
                 steps if whole else steps[chosen],
                 seed,
-                read_factor,
+                factor,
             )
+        columns = self._columns(batch.params, states)
+        mark_written(chain(columns[0], *columns[_COUNTERS:]))
 
     def _columns(self, params: Sequence[Tensor], states: Sequence[Mapping[str, Any]]) -> list[Sequence[Tensor]]:
         return [
             [state["step"] for state in states],
+            [state["stream"] for state in states],
             params,
             *([state[name] for state in states] for name in self.names),
         ]

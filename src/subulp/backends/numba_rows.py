@@ -7,7 +7,6 @@ read. So the update of Adafactor and CAME needs no temporary of the matrix's sha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from functools import lru_cache
 
 import numpy as np
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from subulp.backends.numba_cpu import FORMATS, Launch
 from subulp.rules.rule import Rule
+from subulp.torch_internals import mark_written
 
 NARROW = 128
 """Rows with fewer elements cost more to look up than the temporaries do."""
@@ -45,7 +45,7 @@ def run(
     stream: int,
     step: int,
     seed: int,
-    stochastic: bool,
+    stochastic: bool | tuple[bool, ...],
     factor: float,
 ) -> None:
     """Updates ``written`` (rows, width) in place.
@@ -57,9 +57,7 @@ def run(
     matrices = [*written, *reads]
     dtypes = (*(t.dtype for t in matrices), *(t.dtype for t in by_col))
     tables = _tables if rows <= KEPT else _tables.__wrapped__
-    prepared, number = tables(rule, dtypes, stochastic, (rows, width), columns, offset)
-    launch = copy(prepared)  # another thread may use the same tables for another parameter
-    launch.streams = np.full(rows, stream, dtype=np.int64)
+    launch, number = tables(rule, dtypes, stochastic, (rows, width), columns, offset)
     pointers = np.empty((rows, len(dtypes)), dtype=np.int64)
     for c, t in enumerate(matrices):
         pointers[:, c] = t.data_ptr() + number * (width * t.element_size())
@@ -69,21 +67,23 @@ def run(
     for c, t in enumerate(by_row):
         table[:, c] = t.numpy()
     table[:, len(by_row) :] = scalars
-    launch(pointers, table, number, np.full(rows, step, dtype=np.int64), seed, factor)
+    streams, steps = (np.full(rows, value, dtype=np.int64) for value in (stream, step))
+    launch(pointers, table, number, streams, steps, seed, factor)
+    mark_written(written)
 
 
 @lru_cache(maxsize=64)
 def _tables(
     rule: Rule,
     dtypes: tuple[torch.dtype, ...],
-    stochastic: bool,
+    stochastic: bool | tuple[bool, ...],
     shape: tuple[int, int],
     columns: int,
     offset: tuple[int, int],
 ) -> tuple[Launch, npt.NDArray[np.int64]]:
     """The launch for matrices of a shape, without streams, and the numbers of its rows."""
     rows, width = shape
-    launch = Launch(rule, dtypes, stochastic, [width] * rows, (), [0] * rows)
+    launch = Launch(rule, dtypes, stochastic, [width] * rows, ())
     number = np.arange(rows, dtype=np.int64)
     launch.layouts[:, 0] = (offset[0] + number) * columns + offset[1]
     return launch, number

@@ -1,6 +1,7 @@
 """The native passes of ``sums.py``: one read of the block, no temporaries, a part of the rows for each thread.
 
-``reassoc`` lets LLVM add in vectors. It cannot change a square: a product of two factors has one order.
+``reassoc`` lets LLVM add in vectors. It cannot change a square: a product of two factors has one order. Threads take whole
+strips of rows, whose column sums are added in order, so that no sum depends on the number of threads.
 """
 
 # mypy: disable-error-code="call-arg, var-annotated, unreachable"
@@ -19,8 +20,15 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from subulp.backends.forks import wait_for_all
 from subulp.backends.numba_cpu import ELEMENTS_PER_THREAD, thread_pool
 from subulp.backends.numba_kernel import cached_jit
+
+STRIP = 64
+"""Rows whose column sums are added by one thread."""
+
+PIECE = 1 << 15
+"""Elements of a flat array that are added by one thread."""
 
 _OPTIONS: dict[str, Any] = {"fastmath": {"reassoc", "nsz"}}
 _ELEMENTS = {np.dtype(np.uint16): types.uint16, np.dtype(np.float32): types.float32}
@@ -45,7 +53,7 @@ def squared(value):  # type: ignore[no-untyped-def]
     return np.float64(value * value)
 
 
-def row_and_col_sums(x, row, col):  # type: ignore[no-untyped-def]
+def strip_sums(x, row, col):  # type: ignore[no-untyped-def]
     whole = x.shape[0] - x.shape[0] % 4  # by four rows: the column sums go through memory a quarter as often
     for i in range(0, whole, 4):
         t0 = t1 = t2 = t3 = 0.0
@@ -65,6 +73,12 @@ def row_and_col_sums(x, row, col):  # type: ignore[no-untyped-def]
             total += square
             col[j] += square
         row[i] = total
+
+
+def row_and_col_sums(x, row, cols):  # type: ignore[no-untyped-def]
+    for strip in range(cols.shape[0]):
+        first, last = strip * STRIP, min((strip + 1) * STRIP, x.shape[0])
+        strip_sums(x[first:last], row[first:last], cols[strip])
 
 
 def weigh(r, c, x):  # type: ignore[no-untyped-def]
@@ -90,8 +104,9 @@ def weighted_values(x, r, out, c):  # type: ignore[no-untyped-def]
             out[i, j] = weigh(r[i], c[j], _value(x[i, j]))
 
 
-def deviation_sums(x, r, row, y, c, factor, col):  # type: ignore[no-untyped-def]
+def deviation_sums(x, r, row, y, c, factor, cols):  # type: ignore[no-untyped-def]
     for i in range(x.shape[0]):
+        col = cols[i // STRIP]
         total = 0.0
         for j in range(x.shape[1]):
             value = deviate(r[i], c[j], _value(x[i, j]), _value(y[i, j]), factor)
@@ -101,18 +116,19 @@ def deviation_sums(x, r, row, y, c, factor, col):  # type: ignore[no-untyped-def
         row[i] = total
 
 
-def total_sum(x):  # type: ignore[no-untyped-def]
-    total = 0.0
-    for j in range(x.shape[0]):
-        value = _value(x[j])
-        total += squared(value)
-    return total
+def total_sums(x, totals):  # type: ignore[no-untyped-def]
+    for piece in range(totals.shape[0]):
+        total = 0.0
+        for j in range(piece * PIECE, min((piece + 1) * PIECE, x.shape[0])):
+            value = _value(x[j])
+            total += squared(value)
+        totals[piece] = total
 
 
 @cache
 def _row_and_col(element: Any) -> Any:
-    signature = types.void(element[:, ::1], types.float64[::1], types.float64[::1])
-    return cached_jit(row_and_col_sums, signature, str(element), inner=(squared,), **_OPTIONS)
+    signature = types.void(element[:, ::1], types.float64[::1], types.float64[:, ::1])
+    return cached_jit(row_and_col_sums, signature, str(element), inner=(squared, strip_sums), **_OPTIONS)
 
 
 @cache
@@ -132,13 +148,15 @@ def _weighted_values(element: Any) -> Any:
 @cache
 def _deviation(element: Any, other: Any) -> Any:
     vector, sums = types.float32[::1], types.float64[::1]
-    signature = types.void(element[:, ::1], vector, sums, other[:, ::1], vector, types.float32, sums)
+    signature = types.void(element[:, ::1], vector, sums, other[:, ::1], vector, types.float32, types.float64[:, ::1])
     return cached_jit(deviation_sums, signature, f"{element} {other}", inner=(deviate, squared), **_OPTIONS)
 
 
 @cache
 def _total(element: Any) -> Any:
-    return cached_jit(total_sum, types.float64(element[::1]), str(element), inner=(squared,), **_OPTIONS)
+    return cached_jit(
+        total_sums, types.void(element[::1], types.float64[::1]), str(element), inner=(squared,), **_OPTIONS
+    )
 
 
 def row_and_col(x: Array) -> tuple[Array, Array]:
@@ -164,29 +182,33 @@ def weigh_into(x: Array, r: Array, c: Array, out: Array) -> None:
     _run(_weighted_values(_ELEMENTS[x.dtype]), parts)
 
 
-def _parts(x: Array) -> Iterator[tuple[int, int]]:
-    """The rows of each thread."""
-    count = min(torch.get_num_threads(), len(x), -(-x.size // ELEMENTS_PER_THREAD))
-    return pairwise(len(x) * k // count for k in range(count + 1))
+def _parts(x: Array, unit: int = 1) -> Iterator[tuple[int, int]]:
+    """The rows of each thread, in whole units."""
+    units = -(-len(x) // unit)
+    count = min(torch.get_num_threads(), units, -(-x.size // ELEMENTS_PER_THREAD))
+    return pairwise(min(units * k // count * unit, len(x)) for k in range(count + 1))
 
 
 def _run(kernel: Any, parts: list[tuple[Any, ...]]) -> list[Any]:
     """What the kernel returns for each part, the first one in this thread."""
     helpers = [thread_pool().submit(kernel, *part) for part in parts[1:]]
-    return [kernel(*parts[0]), *(helper.result() for helper in helpers)]
+    try:
+        first = kernel(*parts[0])
+    finally:
+        others = wait_for_all(helpers)
+    return [first, *others]
 
 
 def _by_rows(kernel: Any, by_row: list[Array], shared: list[Any], after: Sequence[Array] = ()) -> tuple[Array, Array]:
-    """Runs ``kernel(*by_row, row sums, *after, *shared, column sums)`` on a part of the rows in each thread."""
+    """Runs ``kernel(*by_row, row sums, *after, *shared, column sums of strips)`` on a part of the rows in each thread."""
     x = by_row[0]
     row = np.empty(x.shape[0])
-    bounds = list(_parts(x))
-    cols = np.zeros((len(bounds), x.shape[1]))
+    cols = np.zeros((-(-len(x) // STRIP), x.shape[1]))
     _run(
         kernel,
         [
-            (*(t[a:b] for t in by_row), row[a:b], *(t[a:b] for t in after), *shared, cols[k])
-            for k, (a, b) in enumerate(bounds)
+            (*(t[a:b] for t in by_row), row[a:b], *(t[a:b] for t in after), *shared, cols[a // STRIP : -(-b // STRIP)])
+            for a, b in _parts(x, STRIP)
         ],
     )
     return row, cols.sum(0)
@@ -194,6 +216,7 @@ def _by_rows(kernel: Any, by_row: list[Array], shared: list[Any], after: Sequenc
 
 def total(x: Array) -> float:
     """The sum of the squares of a flat array."""
-    first, *others = _run(_total(_ELEMENTS[x.dtype]), [(x[a:b],) for a, b in _parts(x)])
-    result: float = first + sum(others)
-    return result
+    totals = np.empty(-(-len(x) // PIECE))
+    parts = [(x[a:b], totals[a // PIECE : -(-b // PIECE)]) for a, b in _parts(x, PIECE)]
+    _run(_total(_ELEMENTS[x.dtype]), parts)
+    return float(totals.sum())

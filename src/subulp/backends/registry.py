@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from subulp.batch import Batch
 from subulp.rules.rule import Rule
 
 INSTALL_NUMBA = "pip install 'subulp[cpu]'"
@@ -105,18 +106,19 @@ def _tell_once(message: str) -> None:
 def make_plan(
     rule: Rule,
     columns: Sequence[Sequence[Tensor]],
-    grads: Sequence[Tensor],
+    batch: Batch,
     states: Sequence[Mapping[str, Any]],
-    choices: tuple[bool, str],
+    stochastic: bool | tuple[bool, ...],
+    choices: tuple[bool | str, str],
 ) -> Any:
     """A reusable plan for simple parameters, or None where the backends of their buckets offer none."""
-    kinds = {(tensors[0].device, *(t.dtype for t in tensors)) for tensors in zip(*columns, grads, strict=True)}
+    kinds = {(tensors[0].device, *(t.dtype for t in tensors)) for tensors in zip(*columns, batch.grads, strict=True)}
     if {explain(choices[1], device, dtypes)[0] for device, *dtypes in kinds} != {"numba"}:
         return None
-    if any(state["step"].dtype != torch.float32 or not state["step"].is_cpu for state in states):
+    if not all(state["step"].is_cpu for state in states):
         return None
     plans = importlib.import_module("subulp.backends.numba_plan")
-    return plans.Plan(rule, columns[0], grads, states, choices)
+    return plans.Plan(rule, batch, states, stochastic, choices)
 
 
 def advance(counters: Sequence[Tensor]) -> npt.NDArray[np.int64]:

@@ -1,4 +1,8 @@
-"""Sums of squares in fp64 along the dimensions of a block, and its products: torch's, or on CPUs one native pass."""
+"""Sums of squares in fp64 along the dimensions of a block, and its products: torch's, or on CPUs one native pass.
+
+On a CPU no sum depends on the number of threads: each is made of partial sums over fixed pieces, added in order.
+``native=False`` keeps to torch.
+"""
 
 from __future__ import annotations
 
@@ -10,59 +14,74 @@ from typing import Any
 import torch
 from torch import Tensor
 
+PIECE = 1 << 14
+"""Elements that are summed by one thread: below torch's own limit (32768) for splitting a sum."""
+
 _NATIVE = {torch.bfloat16: torch.uint16, torch.float32: torch.float32}
 
 
-def square_sums(block: Tensor) -> tuple[Tensor, Tensor]:
+def square_sums(block: Tensor, native: bool = True) -> tuple[Tensor, Tensor]:
     """Sums of the squares over the last and over the last but one dimension, each square rounded to fp32, fp64 sums."""
-    if block.dim() == 2 and _is_native(block):
-        native: Any = _kernels()
-        row, col = native.row_and_col(_as_array(block))
+    if native and block.dim() == 2 and _is_native(block):
+        kernels: Any = _kernels()
+        row, col = kernels.row_and_col(_as_array(block))
         return torch.from_numpy(row), torch.from_numpy(col)
     squares = _squares(block)
     return squares.sum(-1, dtype=torch.float64), squares.sum(-2, dtype=torch.float64)
 
 
-def weighted_square_sum(block: Tensor, by_row: Tensor, by_col: Tensor) -> Tensor:
+def weighted_square_sum(block: Tensor, by_row: Tensor, by_col: Tensor, native: bool = True) -> Tensor:
     """The sum (fp64, 0-d) of the squares of ``by_row * by_col * block``, products and squares in fp32.
 
     Shapes: ``by_row`` (..., rows, 1), ``by_col`` (..., 1, columns).
     """
-    if block.dim() == 2 and by_row.dtype == torch.float32 and _is_native(block):
-        native: Any = _kernels()
-        total = native.weighted(*map(_as_array, (block, by_row.reshape(-1), by_col.reshape(-1))))
+    if native and block.dim() == 2 and by_row.dtype == torch.float32 and _is_native(block):
+        kernels: Any = _kernels()
+        total = kernels.weighted(*map(_as_array, (block, by_row.reshape(-1), by_col.reshape(-1))))
         return torch.tensor(total, dtype=torch.float64)
-    return square_sum(by_row * by_col * block.to(by_row.dtype))
+    return square_sum(by_row * by_col * block.to(by_row.dtype), native)
 
 
 def deviation_square_sums(
-    block: Tensor, by_row: Tensor, by_col: Tensor, other: Tensor, factor: Tensor
+    block: Tensor, by_row: Tensor, by_col: Tensor, other: Tensor, factor: Tensor, native: bool = True
 ) -> tuple[Tensor, Tensor]:
     """:func:`square_sums` of ``by_row * by_col * block - factor * other``, all in fp32. Shapes as above; ``factor`` 0-d."""
-    if block.dim() == 2 and by_row.dtype == torch.float32 and _is_native(block) and _is_native(other):
-        native: Any = _kernels()
+    if native and block.dim() == 2 and by_row.dtype == torch.float32 and _is_native(block) and _is_native(other):
+        kernels: Any = _kernels()
         arrays = map(_as_array, (block, by_row.reshape(-1), by_col.reshape(-1), other))
-        row, col = native.deviation(*arrays, float(factor))
+        row, col = kernels.deviation(*arrays, float(factor))
         return torch.from_numpy(row), torch.from_numpy(col)
-    return square_sums(by_row * by_col * block.to(by_row.dtype) - other.to(by_row.dtype) * factor)
+    return square_sums(by_row * by_col * block.to(by_row.dtype) - other.to(by_row.dtype) * factor, native)
 
 
-def weighted_block(block: Tensor, by_row: Tensor, by_col: Tensor, out: Tensor) -> Tensor:
+def weighted_block(block: Tensor, by_row: Tensor, by_col: Tensor, out: Tensor, native: bool = True) -> Tensor:
     """``by_row * by_col * block`` in the dtype of ``out``, the left product first; shapes as above. Returns ``out``."""
-    if block.dim() == 2 and out.dtype == torch.float32 and _is_native(block) and _is_native(out):
-        native: Any = _kernels()
-        native.weigh_into(*(_as_array(t) for t in (block, by_row.reshape(-1), by_col.reshape(-1), out)))
+    if native and block.dim() == 2 and out.dtype == torch.float32 and _is_native(block) and _is_native(out):
+        kernels: Any = _kernels()
+        kernels.weigh_into(*(_as_array(t) for t in (block, by_row.reshape(-1), by_col.reshape(-1), out)))
         return out
     torch.mul(by_row, by_col, out=out)
     return out.mul_(block.to(out.dtype))
 
 
-def square_sum(block: Tensor) -> Tensor:
+def square_sum(block: Tensor, native: bool = True) -> Tensor:
     """The sum of all squares: fp64, 0-d."""
-    if _is_native(block):
-        native: Any = _kernels()
-        return torch.tensor(native.total(_as_array(block.view(-1))), dtype=torch.float64)
-    return _squares(block).sum(dtype=torch.float64)
+    if native and _is_native(block):
+        kernels: Any = _kernels()
+        return torch.tensor(kernels.total(_as_array(block.view(-1))), dtype=torch.float64)
+    return total_of(_squares(block))
+
+
+def total_of(t: Tensor) -> Tensor:
+    """The sum of all elements: fp64, 0-d."""
+    if not t.is_cpu or t.numel() <= PIECE:
+        return t.sum(dtype=torch.float64)
+    flat = t.reshape(-1)
+    whole = flat.numel() // PIECE * PIECE
+    pieces = torch.cat(
+        [flat[:whole].view(-1, PIECE).sum(1, dtype=torch.float64), flat[whole:].sum(dtype=torch.float64).view(1)]
+    )
+    return torch.tensor(pieces.numpy().sum())
 
 
 def needs_no_temporaries(t: Tensor) -> bool:

@@ -41,7 +41,7 @@ def run(
     bucket: Bucket,
     *,
     seed: int,
-    stochastic: bool,
+    stochastic: bool | tuple[bool, ...],
     read_factor: float = 1.0,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
@@ -53,7 +53,7 @@ def run(
         bucket: its tensors. ``bucket.steps`` and ``bucket.scalars`` may both be tensors on the device, with one entry
             for each row: then the host does not read them, and a captured graph takes their values at each replay.
         seed: of the noise, 0 <= seed < 2**64.
-        stochastic: round 16-bit tensors stochastically, else to nearest.
+        stochastic: round 16-bit tensors stochastically, else to nearest; for all written ones, or for each.
         read_factor: see above.
         grad_scale: fp32, one element, on the device: ``read_factor`` is divided by it.
         found_inf: fp32, one element, on the device: if it is not 0, nothing changes.
@@ -103,8 +103,7 @@ def run(
             ),
             **triton_kernel.options(_warp_size(device.type)),
         )
-    for views in bucket.views:
-        views.finish()
+    bucket.finish()
 
 
 @cache

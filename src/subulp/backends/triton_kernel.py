@@ -33,7 +33,7 @@ from subulp.backends.triton_lanes import (
 )
 from subulp.backends.triton_tables import CHUNK_FIELDS, ROW_FIELDS, TILE, VECTOR
 from subulp.numerics import ops
-from subulp.rules.rule import Rule
+from subulp.rules.rule import Rule, slots
 
 THREADS = 128
 """Threads of a program: a tile is four pairs for each."""
@@ -134,7 +134,8 @@ def update(
 
     Shapes: ``table`` int64 (tensors, COLUMNS + 4 + 2 * DIMS) and ``chunks`` int64 (programs, 6), see triton_tables.py;
     ``steps`` int64 (lines,); ``scalar_table`` fp32 (lines, SCALARS); ``found_inf`` and ``grad_scale`` fp32 of one
-    element, read if the flags say so. FORMATS has two bits for each column, the first column's are lowest.
+    element, read if the flags say so. FORMATS has two bits for each column, STOCHASTIC one for each written one, the first
+    column's lowest.
     """
     chunk = chunks + tl.program_id(0).to(tl.int64) * _CHUNK_FIELDS
     row = table + tl.load(chunk) * (COLUMNS + _ROW_FIELDS + 2 * DIMS)
@@ -185,7 +186,7 @@ def update(
                 even[slot],
                 draw0,
                 (FORMATS >> 2 * slot) & 3,
-                STOCHASTIC,
+                (STOCHASTIC >> slot) & 1,
                 RAW,
                 KEEPS_NONFINITE and slot == 0,
             )
@@ -194,7 +195,7 @@ def update(
                 odd[slot],
                 draw1,
                 (FORMATS >> 2 * slot) & 3,
-                STOCHASTIC,
+                (STOCHASTIC >> slot) & 1,
                 RAW,
                 KEEPS_NONFINITE and slot == 0,
             )
@@ -222,7 +223,13 @@ def update(
                 (FORMATS >> 2 * slot) & 3,
             )
             code = code_of(
-                new[slot], codes[slot], draw, (FORMATS >> 2 * slot) & 3, STOCHASTIC, RAW, KEEPS_NONFINITE and slot == 0
+                new[slot],
+                codes[slot],
+                draw,
+                (FORMATS >> 2 * slot) & 3,
+                (STOCHASTIC >> slot) & 1,
+                RAW,
+                KEEPS_NONFINITE and slot == 0,
             )
             store_singles(addresses[slot], j, inside, code, (FORMATS >> 2 * slot) & 3)
 
@@ -289,7 +296,7 @@ def constants(
     rule: Rule,
     formats: Sequence[str],
     dims: int,
-    stochastic: bool,
+    stochastic: bool | tuple[bool, ...],
     *,
     scaled: bool = False,
     has_found_inf: bool = False,
@@ -303,7 +310,7 @@ def constants(
         "COLUMNS": len(formats),
         "SCALARS": rule.scalars,
         "DIMS": dims,
-        "STOCHASTIC": stochastic,
+        "STOCHASTIC": sum(flag << slot for slot, flag in enumerate(slots(stochastic, len(formats) - rule.reads))),
         "RAW": rule.raw,
         "KEEPS_NONFINITE": rule.keeps_nonfinite,
         "SCALED": scaled or has_grad_scale,

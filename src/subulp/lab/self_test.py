@@ -84,7 +84,7 @@ def step_once(backend: str, dtype: torch.dtype) -> list[Tensor]:
         return (torch.randn(shape, generator=generator) * scale).to(dtype)
 
     params = [normal(shape, 0.1).requires_grad_() for shape in SHAPES]
-    optimizer = subulp.AdamW(params, lr=1e-3, weight_decay=0.1, seed=1, backend=backend)
+    optimizer = subulp.AdamW(params, lr=1e-3, weight_decay=0.1, seed=1, backend=backend, stream=0)
     optimizer.init_state()
     for p in params:
         state = optimizer.state[p]

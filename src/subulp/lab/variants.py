@@ -37,7 +37,7 @@ def _onetrainer(weights: Named, seed: int) -> torch.optim.Optimizer:
 
 
 def _subulp(weights: Named, seed: int) -> torch.optim.Optimizer:
-    return subulp.AdamW(weights, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, seed=seed)
+    return subulp.AdamW(weights, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, seed=seed, stream=0)
 
 
 class WeightOnlyAdamW(torch.optim.Optimizer):

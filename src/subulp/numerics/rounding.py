@@ -63,6 +63,8 @@ def round_stochastic(
     Raises:
         TypeError, ValueError: a dtype that is not listed, or a counter out of its range.
     """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x is a {type(x).__name__}: pass a tensor, e.g. torch.tensor(x).")
     if dtype not in FORMATS and dtype != torch.float32:
         raise ValueError(f"dtype={dtype}: stochastic rounding targets {_names(FORMATS)} (and torch.float32, exact).")
     target = torch.empty_like(x, dtype=dtype, requires_grad=False)
@@ -146,6 +148,8 @@ def _run(
 
 def _check_dtypes(rule: Rule, target: Tensor, reads: list[Tensor]) -> None:
     for t in (target, *reads):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{t!r} is a {type(t).__name__}: pass a tensor, e.g. torch.tensor(...) of it.")
         if t.dtype not in _FLOATS and not t.is_complex():
             raise TypeError(
                 f"A tensor is {t.dtype}: stochastic rounding works on {_names(_FLOATS)} and complex tensors."

@@ -80,14 +80,15 @@ class Adafactor(StagedOptimizer):
     Args:
         params: tensors, ``(name, tensor)`` pairs or groups, as in ``torch.optim``.
         lr: :math:`\rho_t`. None with ``relative_step``, which sets it to ``min(1e-2, 1/sqrt(t))``.
-        eps: :math:`(\epsilon_1, \epsilon_2)`. With torch's semantics :math:`\epsilon_1` may be None: the machine epsilon
-            of the parameter's dtype.
+        eps: :math:`(\epsilon_1, \epsilon_2)`. None: (1e-30, 1e-3) or, with torch's semantics, (None, 1e-3), where None is
+            the machine epsilon of the parameter's dtype.
         clip_threshold: :math:`d`, the largest root mean square of an update.
         decay_rate: exponent of :math:`t` in :math:`\hat\beta_2`, negative.
         beta1: decay of the momentum; None: no momentum is kept.
         weight_decay: :math:`\lambda`.
         scale_parameter: multiply the step by the parameter's root mean square; else :math:`\alpha = \rho_t`.
-        relative_step: see ``lr``.
+        relative_step: see ``lr``. None (the default): only where no lr is given, for a group as for the whole. transformers
+            takes True for it and so refuses every lr unless told otherwise; here an lr that is given is used.
         warmup_init: with ``relative_step``: ``min(1e-6 * t, 1/sqrt(t))``.
         semantics: "transformers" as above; "torch" as ``torch.optim.Adafactor``, whose lr is 1e-2 by default:
             :math:`\rho_t = \min(lr, 1/\sqrt t)`, decay by :math:`lr\,\lambda`, :math:`\epsilon_1` not added to squares but
@@ -104,45 +105,43 @@ class Adafactor(StagedOptimizer):
 
     hyperparameters: ClassVar[dict[str, Any]] = {
         "lr": optional(check_nonnegative),
-        "eps": tuple_of(optional(check_nonnegative), check_nonnegative),
+        "eps": optional(tuple_of(optional(check_nonnegative), check_nonnegative)),
         "clip_threshold": check_positive,
         "decay_rate": _check_decay_rate,
         "beta1": optional(check_fraction),
         "weight_decay": check_nonnegative,
         "scale_parameter": check_flag,
-        "relative_step": check_flag,
+        "relative_step": optional(check_flag),
         "warmup_init": check_flag,
         "semantics": one_of("transformers", "torch"),
     }
+
+    own_settings = ("_given",)
 
     def __init__(
         self,
         params: Params,
         lr: float | Any = None,
-        eps: Sequence[float | None] = (1e-30, 1e-3),
+        eps: Sequence[float | None] | None = None,
         clip_threshold: float = 1.0,
         decay_rate: float = -0.8,
         beta1: float | None = None,
         weight_decay: float = 0.0,
         scale_parameter: bool = True,
-        relative_step: bool = True,
+        relative_step: bool | None = None,
         warmup_init: bool = False,
         semantics: str = "transformers",
         **options: Unpack[Options],
     ) -> None:
-        if semantics == "torch" and lr is None:
-            lr = 1e-2
+        self._given = {"lr": lr, "eps": eps, "relative_step": relative_step, "semantics": semantics}
         defaults = {
-            "lr": lr,
-            "eps": eps,
+            **self._resolved({}),
             "clip_threshold": clip_threshold,
             "decay_rate": decay_rate,
             "beta1": beta1,
             "weight_decay": weight_decay,
             "scale_parameter": scale_parameter,
-            "relative_step": relative_step,
             "warmup_init": warmup_init,
-            "semantics": semantics,
         }
         if semantics == "transformers" and lr is not None and relative_step:
             raise ValueError(
@@ -150,13 +149,31 @@ class Adafactor(StagedOptimizer):
             )
         super().__init__(params, defaults, options)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group; what is None by default follows from the group's own semantics and lr."""
+        param_group.update(self._resolved(param_group))
+        super().add_param_group(param_group)
+
+    def _resolved(self, group: dict[str, Any]) -> dict[str, Any]:
+        given = {**self._given, **group}
+        lr, eps, relative_step, semantics = (given[name] for name in ("lr", "eps", "relative_step", "semantics"))
+        is_torch = semantics == "torch"
+        if eps is None:
+            eps = (None, 1e-3) if is_torch else (1e-30, 1e-3)
+        if relative_step is None:
+            relative_step = lr is None and not is_torch
+        return {
+            "lr": 1e-2 if lr is None and is_torch else lr,
+            "eps": eps,
+            "relative_step": relative_step,
+            "semantics": semantics,
+        }
+
     def _check(self, group: dict[str, Any], where: str) -> None:
         super()._check(group, where)
-        if group["semantics"] == "torch":
+        if group["semantics"] == "torch" or "params" not in group:  # groups may bring rates of their own
             return
-        if (
-            group["lr"] is None and not group["relative_step"] and "params" in group
-        ):  # groups may bring rates of their own
+        if group["lr"] is None and not group["relative_step"]:
             raise ValueError(f"lr=None with relative_step=False{where}: nothing sets the step size. Pass one of them.")
         if group["warmup_init"] and not group["relative_step"]:
             raise ValueError(

@@ -14,7 +14,7 @@ from subulp.rules.rule import Rule, State
 
 
 def moments(g, m, v, one_minus_beta1, beta2, one_minus_beta2):  # type: ignore[no-untyped-def]
-    return m + one_minus_beta1 * (g - m), beta2 * v + one_minus_beta2 * (g * g)
+    return m + one_minus_beta1 * (g - m), beta2 * v + one_minus_beta2 * g * g
 
 
 def change(m, v, eps, step_size, rsqrt_bias2):  # type: ignore[no-untyped-def]
@@ -40,7 +40,7 @@ AMSGRAD = Rule(adamw_amsgrad, (*MOMENTS, State("max_exp_avg_sq", squared=True, a
 def scalars_of(group: dict[str, Any], step: Any) -> tuple[Any, ...]:
     """The scalar arguments of :func:`adamw`."""
     lr = group["lr"]
-    beta1, beta2 = map(float, group["betas"])
+    beta1, beta2 = group["betas"]
     return (
         lr * group["weight_decay"],
         1 - beta1,

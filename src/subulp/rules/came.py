@@ -138,7 +138,7 @@ class CAME(StagedOptimizer):
         def deviation(start: int, stop: int) -> tuple[Tensor, Tensor]:
             # u / clip - m' = beta1 / clip * (u - clip * m): the factor is taken out of the means.
             g, m = stages.stored_gradient(start, stop), stages.rows(kept, start, stop)
-            return deviation_square_sums(g, *outer.factors(start, stop), m, factor)
+            return deviation_square_sums(g, *outer.factors(start, stop), m, factor, stages.native)
 
         correction = 1 - beta3**stages.step if group["bias_correction"] else 1.0
         weight = inverse_root(

@@ -77,7 +77,7 @@ def inverse_root(
     if len(stages.shape) < 2:
         return _whole(stages, name, beta2, floor, clamp)
     row, col = _mean_squares(
-        stages, sums or (lambda start, stop: square_sums(stages.stored_gradient(start, stop))), reads
+        stages, sums or (lambda start, stop: square_sums(stages.stored_gradient(start, stop), stages.native)), reads
     )
     kept_row, kept_col = (local_tensor(stages.state[f"{name}_{key}"]) for key in ("row", "col"))
     for kept, mean in ((kept_row, row), (kept_col, col)):
@@ -132,7 +132,7 @@ def update_of(stages: Stages, inverse: Blocks) -> Blocks:
 
     def update(start: int, stop: int) -> Tensor:
         g = stages.stored_gradient(start, stop)
-        return weighted_block(g, *inverse.factors(start, stop), stages.scratch("update", g.shape))
+        return weighted_block(g, *inverse.factors(start, stop), stages.scratch("update", g.shape), stages.native)
 
     return update
 
@@ -154,5 +154,7 @@ def size_of_update(stages: Stages, inverse: Blocks) -> Tensor:
         return stages.root_mean_square(update_of(stages, inverse))
     total = torch.zeros((), dtype=torch.float64, device=stages.local.device)
     for start, stop in stages.ranges(stages.grad):
-        total += weighted_square_sum(stages.stored_gradient(start, stop), *inverse.factors(start, stop))
+        total += weighted_square_sum(
+            stages.stored_gradient(start, stop), *inverse.factors(start, stop), native=stages.native
+        )
     return stages.root_of_mean(total)

@@ -60,5 +60,5 @@ class Lion(Optimizer):
         return RULE
 
     def scalars(self, group: dict[str, Any], step: Any) -> tuple[Any, ...]:
-        beta1, beta2 = map(float, group["betas"])
+        beta1, beta2 = group["betas"]
         return group["lr"] * group["weight_decay"], group["lr"], 1 - beta1, 1 - beta2

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from subulp.batch import Batch
 from subulp.optimizer import Optimizer, Params
 from subulp.options import (
     Options,
@@ -25,6 +28,7 @@ from subulp.options import (
 )
 from subulp.rules.adamw import PLAIN as ADAMW
 from subulp.rules.adamw import scalars_of
+from subulp.rules.muon_groups import VIEWS, checked_adam, checked_grouping, matrices_of, split
 from subulp.rules.rule import Rule, State
 from subulp.sharding import part_of, whole_of
 from subulp.staged import StagedOptimizer, Stages
@@ -68,10 +72,23 @@ class Muon(StagedOptimizer):
     matrices of one shape are iterated together. r is :math:`\sqrt{\max(1, \text{rows}/\text{columns})}` or, with
     ``adjust_lr_fn="match_rms_adamw"``, :math:`0.2\sqrt{\max(\text{rows}, \text{columns})}`.
 
+    A parameter with more dimensions is refused unless ``view`` says which matrices it holds: with "flatten" one,
+    (first dimension, all others), as for the weight of a convolution; with "stack" one for each index of its leading
+    dimensions, as for experts of shape (experts, out, in), each with a norm of its own; with "auto" a stack if it has three
+    dimensions, else flattened. Rows and columns in r are those of these matrices.
+
     Groups with ``use_muon=False`` (or ``optim_type`` "adam" or "adamw") take :class:`subulp.AdamW`'s update with their
     ``betas`` and ``eps`` (1e-8 unless given)::
 
         subulp.Muon([{"params": matrices}, {"params": rest, "use_muon": False, "lr": 3e-4}], lr=0.02)
+
+    ``grouping="auto"`` makes such groups of any parameters, and of every group given, that says neither::
+
+        subulp.Muon(model.named_parameters(), lr=0.02, grouping="auto", adam={"lr": 3e-4, "weight_decay": 0.0})
+
+    To AdamW go parameters that have no matrix under ``view`` (biases, norms, scalars) and, by their names, biases, norms,
+    embeddings and output heads. Parameters without names go by shape: a matrix of 30000 rows and 256 columns or more is
+    taken for an embedding or a head. All others go to Muon.
 
     Matrix products are not the same bits on every device and library, so neither is O; for one device they are, and the
     noise of the stores is the same everywhere. A sharded matrix (FSDP2, tensor parallel) is gathered, and every process
@@ -89,13 +106,17 @@ class Muon(StagedOptimizer):
         adjust_lr_fn: None or "original", or "match_rms_adamw", see above.
         betas: of AdamW groups.
         use_muon: the default of groups.
+        view: "matrix", "flatten", "stack" or "auto", see above.
+        grouping: None or "auto" (or True), see above.
+        adam: settings of AdamW groups that do not bring them: ``lr``, ``betas``, ``eps``, ``weight_decay`` and options. For
+            the AdamW part of a group that is split they win over the group's, which are Muon's.
         options: the options that every optimizer shares, see :class:`subulp.options.Options`.
 
     State, per parameter: ``step`` (0-d fp32), ``momentum_buffer`` (or ``exp_avg``, ``exp_avg_sq``), dtypes by
     ``state_dtype``; ``stream`` (int). Checkpoints of ``torch.optim.Muon`` load.
 
     Raises:
-        ValueError: a parameter in a Muon group is not a matrix.
+        ValueError: a parameter in a Muon group has no matrix under ``view``.
 
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); ``torch.optim.Muon``;
     ``match_rms_adamw``: Liu et al., "Muon is Scalable for LLM Training" (arXiv 2502.16982).
@@ -111,7 +132,13 @@ class Muon(StagedOptimizer):
         "adjust_lr_fn": optional(one_of("original", "match_rms_adamw")),
         "betas": check_betas,
         "use_muon": check_flag,
+        "view": one_of(*VIEWS),
     }
+
+    _grouping = False
+    _adam: Mapping[str, Any] = MappingProxyType({})
+
+    own_settings = ("_grouping", "_adam")
 
     def __init__(
         self,
@@ -126,6 +153,9 @@ class Muon(StagedOptimizer):
         adjust_lr_fn: str | None = None,
         betas: Sequence[float] = (0.9, 0.95),
         use_muon: bool = True,
+        view: str = "matrix",
+        grouping: str | bool | None = None,
+        adam: Mapping[str, Any] | None = None,
         **options: Unpack[Options],
     ) -> None:
         defaults = {
@@ -137,26 +167,55 @@ class Muon(StagedOptimizer):
             "eps": eps,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
-            "betas": betas,
             "use_muon": use_muon,
+            "view": view,
         }
+        self._grouping = checked_grouping(grouping)
+        # Not among the defaults: schedulers that cycle a momentum would take these for it (CyclicLR looks for "betas").
+        self._adam = {"betas": check_betas("betas", betas), **checked_adam(adam)}
         super().__init__(params, defaults, options)
+        if self._grouping and not any(group["use_muon"] for group in self.param_groups):
+            warnings.warn(
+                "grouping='auto' found no matrix for Muon: every parameter takes AdamW's update. FSDP1 and ZeRO flatten "
+                "parameters; use FSDP2, or view='auto' if they have more than two dimensions.",
+                stacklevel=2,
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as in torch, or with ``grouping="auto"`` its two parts; nothing changes on error."""
+        if not self._grouping or "use_muon" in param_group or "optim_type" in param_group:
+            self._add(param_group)
+            return
+        groups = len(self.param_groups)
+        try:
+            for part in split(param_group, self._adam, param_group.get("view", self.defaults["view"])):
+                self._add(part)
+        except Exception:
+            del self.param_groups[groups:]
+            raise
+
+    def _add(self, param_group: dict[str, Any]) -> None:
         kind = param_group.get("optim_type")
         if isinstance(kind, str):
             param_group.setdefault("use_muon", not kind.lower().startswith("adam"))
         if not param_group.get("use_muon", self.defaults["use_muon"]):
-            param_group.setdefault("eps", 1e-8)
+            for key, value in {"eps": 1e-8, **self._adam}.items():
+                param_group.setdefault(key, value)
         super().add_param_group(param_group)
 
     def _check(self, group: dict[str, Any], where: str) -> None:
         super()._check(group, where)
-        for p in group.get("params", ()):
-            if group["use_muon"] and p.requires_grad and p.dim() != 2:
+        self._check_shapes(group, [p for p in group.get("params", ()) if p.requires_grad or p.grad is not None], where)
+
+    def _check_shapes(self, group: dict[str, Any], params: Sequence[Tensor], where: str) -> None:
+        for p in params:
+            if group["use_muon"] and matrices_of(p.shape, group["view"]) is None:
+                cure = (
+                    ", or pass view='flatten' (a convolution's weight as one matrix) or view='stack' (a stack of them)"
+                )
                 raise ValueError(
                     f"A parameter has shape {tuple(p.shape)}{where}: Muon orthogonalises matrices. Put it in a group with "
-                    "use_muon=False, which is updated as by AdamW."
+                    f"use_muon=False, which is updated as by AdamW (grouping='auto' does){cure if p.dim() > 2 else ''}."
                 )
 
     def rule(self, group: dict[str, Any]) -> Rule:
@@ -165,18 +224,23 @@ class Muon(StagedOptimizer):
     def scalars(self, group: dict[str, Any], step: Any) -> tuple[Any, ...]:
         return scalars_of(group, step)  # of AdamW groups
 
-    def _prepared(self, number: int | None, group: dict[str, Any], params: Sequence[Tensor]) -> Callable[[], None]:
-        if group["use_muon"]:
-            return super()._prepared(number, group, params)
-        return Optimizer._prepared(self, number, group, params)
+    def _kind(self, group: dict[str, Any]) -> Any:
+        return super()._kind(group) if group["use_muon"] else Optimizer._kind(self, group)
+
+    def _prepared(self, batch: Batch) -> Callable[[], None]:
+        if not batch.group["use_muon"]:
+            return Optimizer._prepared(self, batch)
+        self._check_shapes(batch.group, batch.params, batch.places[0])
+        return super()._prepared(batch)
 
     def update_all(self, parameters: list[Stages]) -> None:
         for batch in _batches(parameters):
-            group = batch[0].group
-            matrices = torch.stack([whole_of(_direction(stages), stages.p).bfloat16() for stages in batch])
-            orthogonal = _newton_schulz(matrices, group["ns_coefficients"], group["ns_steps"], group["eps"])
+            group, shape = batch[0].group, batch[0].shape
+            view = cast(tuple[int, int, int], matrices_of(shape, group["view"]))  # checked before the step
+            matrices = torch.cat([whole_of(_direction(stages), stages.p).bfloat16().reshape(view) for stages in batch])
+            orthogonal = _orthogonal(matrices, group).reshape(len(batch), *shape)
             lr = float(group["lr"])
-            scalars = (lr * group["weight_decay"], lr * _adjustment(group, batch[0].shape), 1 - group["momentum"])
+            scalars = (lr * group["weight_decay"], lr * _adjustment(group, view[1:]), 1 - group["momentum"])
             for stages, whole in zip(batch, orthogonal, strict=True):
                 o = part_of(whole, stages.p)
                 for start, stop in stages.blocks():
@@ -201,6 +265,13 @@ def _direction(stages: Stages) -> Tensor:
     b = average(g, stages.rows(stages.state["momentum_buffer"], 0, rows).to(stages.dtype), 1 - momentum)
     result: Tensor = g + momentum * (b - g) if stages.group["nesterov"] else b
     return result
+
+
+def _orthogonal(matrices: Tensor, group: dict[str, Any]) -> Tensor:
+    """Of (batch, rows, columns), at most BATCH elements together, since a stack of experts may be larger."""
+    parts = matrices.split(max(1, BATCH // matrices[0].numel()))
+    done = [_newton_schulz(part, group["ns_coefficients"], group["ns_steps"], group["eps"]) for part in parts]
+    return done[0] if len(done) == 1 else torch.cat(done)
 
 
 def _newton_schulz(x: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:

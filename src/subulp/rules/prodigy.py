@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from subulp.backends.sums import total_of
+from subulp.batch import Batch
 from subulp.numerics.ops import div, sqrt
 from subulp.optimizer import Params
 from subulp.options import (
@@ -32,7 +34,7 @@ from subulp.torch_internals import is_dtensor, local_tensor
 def prodigy(p, g, m, v, decoupled, coupled, beta1, gain1, beta2, gain2, step_size, eps):  # type: ignore[no-untyped-def]
     g = g + coupled * p
     m = beta1 * m + gain1 * g
-    v = beta2 * v + gain2 * (g * g)
+    v = beta2 * v + gain2 * g * g
     return p - (decoupled * p + step_size * div(m, sqrt(v) + eps)), m, v
 
 
@@ -40,7 +42,7 @@ RULE = Rule(prodigy, (State("exp_avg"), State("exp_avg_sq", squared=True)), scal
 
 
 def _check_growth_rate(what: str, value: Any) -> Any:
-    if not float(value) >= 1.0:
+    if not as_real(what, value) >= 1.0:
         raise ValueError(f"{what}={value!r}: must be at least 1 (infinity: no limit).")
     return value
 
@@ -112,6 +114,7 @@ class Prodigy(StagedOptimizer):
         "growth_rate": _check_growth_rate,
         "slice_p": _check_slice,
     }
+    run_state = frozenset(("d", "d_max", "d_numerator", "d_denom", "d_hat", "k"))
 
     def __init__(
         self,
@@ -171,12 +174,13 @@ class Prodigy(StagedOptimizer):
         if fresh:
             if group["slice_p"] > 1 and is_dtensor(p):
                 raise ValueError(f"slice_p={group['slice_p']} with a sharded parameter: pass slice_p=1.")
-            local_tensor(state["p0"]).copy_(_sample(local_tensor(p), group["slice_p"]))
+            local, every = local_tensor(p), group["slice_p"]
+            local_tensor(state["p0"]).copy_(local if every == 1 else local.reshape(-1)[::every])
         return state
 
     def _forget_plans(self) -> None:
         super()._forget_plans()
-        self._pending: dict[Any, tuple[Tensor, Tensor]] = {}
+        self._pending: list[tuple[int, Tensor, Tensor]] = []
 
     def _rate(self) -> float:
         """The common lr of the groups that train."""
@@ -193,11 +197,11 @@ class Prodigy(StagedOptimizer):
         k = group["k"] + 1
         return math.sqrt(1 - beta2**k) / (1 - beta1**k) if group["use_bias_correction"] else 1.0
 
-    def _prepared(self, number: int | None, group: dict[str, Any], params: Sequence[Tensor]) -> Callable[[], None]:
+    def _prepared(self, batch: Batch) -> Callable[[], None]:
         for i, other in enumerate(self.param_groups):
             self._recheck(other, f" (param group {i})")
         self._rate()  # raises before anything changes
-        return super()._prepared(number, group, params)
+        return super()._prepared(batch)
 
     def update(self, stages: Stages) -> None:
         group = stages.group
@@ -228,29 +232,30 @@ class Prodigy(StagedOptimizer):
 
     def _measure(self, stages: Stages, weight: Tensor, share: Tensor, beta3: float) -> None:
         """Updates s, and adds the parameter's part of r and of the norm of s to what is pending."""
-        every = stages.group["slice_p"]
-        s, p0 = (local_tensor(stages.state[name]) for name in ("s", "p0"))
-        g = _sample(stages.whole_gradient(), every)
-        if stages.group["weight_decay"] and not stages.group["decouple"]:
-            g = g + float(stages.group["weight_decay"]) * _sample(stages.local, every).to(stages.dtype)
-        s.copy_(beta3 * s + weight * g)
-        product = g * (p0.to(stages.dtype) - _sample(stages.local, every).to(stages.dtype))
-        sums = torch.stack([share * product.sum(dtype=torch.float64), s.abs().sum(dtype=torch.float64)])
-        home = self.param_groups[0]["d_numerator"].device
-        placements = getattr(stages.p, "placements", None)
-        key = (id(getattr(stages.p, "device_mesh", None)), placements)
-        with self._lock:
-            known = self._pending.get(key)
-            self._pending[key] = (stages.p, sums.to(home) if known is None else known[1] + sums.to(home))
+        every, decay = stages.group["slice_p"], float(stages.group["weight_decay"])
+        sums = torch.zeros(2, dtype=torch.float64, device=stages.local.device)
+        for start, stop in stages.blocks():
+            g = _sample(stages.gradient(start, stop), stages, start, every)
+            p = _sample(stages.rows(stages.p, start, stop), stages, start, every).to(stages.dtype)
+            s, p0 = (_kept(stages, name, start, stop, g.numel()) for name in ("s", "p0"))
+            if decay and not stages.group["decouple"]:
+                g = g + decay * p
+            s.mul_(beta3).add_(weight * g)
+            sums += torch.stack([share * total_of(g * (p0.to(stages.dtype) - p)), total_of(s.abs())])
+        # A list, since fused backward comes from several threads; added up in the order of streams, whichever came first.
+        self._pending.append((stages.stream, stages.p, sums.to(self.param_groups[0]["d_numerator"].device)))
 
     def finish_step(self) -> None:
         """Updates the estimate from what all parameters have added since the last step."""
-        with self._lock:
-            pending, self._pending = self._pending, {}
+        pending, self._pending = self._pending, []
         if not pending:
             return
+        parts: dict[Any, tuple[Tensor, Tensor]] = {}
+        for _, p, part in sorted(pending, key=lambda entry: entry[0]):
+            key = (id(getattr(p, "device_mesh", None)), getattr(p, "placements", None))
+            parts[key] = (p, part if key not in parts else parts[key][1] + part)
         group = self.param_groups[0]
-        sums = [sum_over_shards(part, p) for p, part in pending.values()]
+        sums = [sum_over_shards(part, p) for p, part in parts.values()]
         added, denominator = torch.stack(sums).sum(0)
         beta3 = math.sqrt(float(group["betas"][1])) if group["beta3"] is None else float(group["beta3"])
         numerator = beta3 * group["d_numerator"] + added
@@ -272,6 +277,19 @@ class Prodigy(StagedOptimizer):
             other["k"] += 1
 
 
-def _sample(t: Tensor, every: int) -> Tensor:
-    """Every so many-th element in row-major order as a flat tensor, or the tensor itself for 1."""
-    return t if every == 1 else t.reshape(-1)[::every]
+def _kept(stages: Stages, name: str, start: int, stop: int, count: int) -> Tensor:
+    """The part of a sampled state that belongs to a block of rows; ``count`` elements of it if every one is not kept."""
+    every = stages.group["slice_p"]
+    if every == 1:
+        return stages.rows(stages.state[name], start, stop)
+    first = -(-start * _row_size(stages) // every)
+    return local_tensor(stages.state[name])[first : first + count]
+
+
+def _row_size(stages: Stages) -> int:
+    return stages.local[0].numel() if stages.local.dim() > 0 else 1
+
+
+def _sample(block: Tensor, stages: Stages, start: int, every: int) -> Tensor:
+    """Of a block of rows that begins at ``start`` every so many-th element in row-major order, flat; the block for 1."""
+    return block if every == 1 else block.reshape(-1)[-start * _row_size(stages) % every :: every]

@@ -69,3 +69,13 @@ class Rule:
     """An Inf or NaN already in the target stays as it is, to the bit (decay would make Inf - Inf)."""
     raw: bool = False
     """Stored values may come straight from a read tensor, so that a signalling NaN may reach the store."""
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The names of what is written: "param", then the states."""
+        return ("param", *(state.name for state in self.states))
+
+
+def slots(stochastic: bool | tuple[bool, ...], written: int) -> tuple[bool, ...]:
+    """Whether each written tensor is rounded stochastically, from one answer for all or one each."""
+    return (stochastic,) * written if isinstance(stochastic, bool) else stochastic

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from typing_extensions import Unpack
 
 from subulp.optimizer import Optimizer, Params
@@ -96,12 +97,12 @@ class SGD(Optimizer):
                 "momentum > 0 and dampening 0."
             )
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for entry in self.state.values():
-            # torch's SGD counts no steps; a buffer shows that there were some, and that dampening applies.
-            if "momentum_buffer" in entry and "step" not in entry:
-                entry["step"] = torch.ones((), dtype=torch.float32)
+    def _state_of(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        entry = self.state[p]
+        # torch's SGD counts no steps; a buffer shows that there were some, and that dampening applies.
+        if "momentum_buffer" in entry and "step" not in entry:
+            entry["step"] = torch.ones((), dtype=torch.float64)
+        return super()._state_of(p, group)
 
     def rule(self, group: dict[str, Any]) -> Rule:
         if group["momentum"] == 0:

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
-from subulp.numerics.noise import stream_of_name
+from subulp.numerics import streams
 from subulp.numerics.rounding import add_stochastic_
 from subulp.options import check_counter
 
@@ -35,25 +36,37 @@ class GradientAccumulation:
     step if that can be. Attach :class:`subulp.FusedBackward` after this, and it updates each parameter in the last pass.
 
     Args:
-        parameters: tensors or ``(name, tensor)`` pairs.
+        parameters: a module, tensors or ``(name, tensor)`` pairs.
         steps: backward passes a step, >= 1.
         seed: of the rounding noise. It is not correlated with an optimizer's of the same seed.
+        stream: where the noise streams of tensors without names begin; None: apart from those of every other accumulation
+            that this process has made. Kept by :meth:`state_dict`.
 
     Raises:
         ValueError, TypeError: ``steps`` or ``seed`` is out of range.
     """
 
-    def __init__(self, parameters: Iterable[Tensor] | Iterable[tuple[str, Tensor]], steps: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        parameters: Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]],
+        steps: int,
+        seed: int = 0,
+        stream: int | None = None,
+    ) -> None:
         if check_counter("steps", steps, 31) < 1:
             raise ValueError(f"steps={steps!r}: must be at least 1.")
         self._steps = steps
         self._seed = check_counter("seed", seed, 64)
         self._entries: list[_Entry] = []
         self._hooks = []
-        for i, item in enumerate(parameters):
-            name, p = item if isinstance(item, tuple) else (str(i), item)
+        items: list[tuple[str | None, Any]] = [*streams.named(parameters)]
+        names = [name for name, _ in items]
+        if stream is None:
+            stream = streams.next_base("gradient") if None in names else 0
+        base = check_counter("stream", stream, streams.BITS)
+        for (_, p), own in zip(items, streams.helper_streams("gradient", names, base), strict=True):
             if p.requires_grad:
-                entry = _Entry(weakref.ref(p), stream_of_name(f"gradient.{name}"))
+                entry = _Entry(weakref.ref(p), own)
                 self._entries.append(entry)
                 self._hooks.append(p.register_post_accumulate_grad_hook(partial(self._add, entry)))
 
@@ -86,7 +99,10 @@ class GradientAccumulation:
 
     def state_dict(self) -> dict[str, Any]:
         """The counters of the noise. Save between steps: sums are not included."""
-        return {"additions": [entry.additions for entry in self._entries]}
+        return {
+            "additions": [entry.additions for entry in self._entries],
+            "streams": [entry.stream for entry in self._entries],
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues with the noise of another run."""
@@ -95,8 +111,10 @@ class GradientAccumulation:
             raise ValueError(
                 f"{len(counts)} counters for {len(self._entries)} parameters: load what the same model gave."
             )
-        for entry, count in zip(self._entries, counts, strict=True):
+        kept = state_dict.get("streams", [entry.stream for entry in self._entries])
+        for entry, count, stream in zip(self._entries, counts, kept, strict=True):
             entry.additions = check_counter("additions", count, 32)
+            entry.stream = check_counter("stream", stream, streams.BITS)
 
 
 class _Entry:

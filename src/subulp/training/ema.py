@@ -8,15 +8,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from subulp.backends import registry
 from subulp.backends.bucket import make_buckets
 from subulp.checks import is_plain
-from subulp.numerics.noise import stream_of_name
+from subulp.numerics import streams
 from subulp.numerics.rounding import LERP
 from subulp.options import check_counter, check_fraction
 
-Named = Iterable[Tensor] | Iterable[tuple[str, Tensor]]
+Named = Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 
 
 class EMA:
@@ -29,12 +30,16 @@ class EMA:
     The bits depend on the seed, the names (or positions) and ``t`` alone: they are equal on every replica and device.
 
     Args:
-        parameters: what is averaged; tensors or ``(name, tensor)`` pairs. Those that need no gradient are kept as they are.
+        parameters: what is averaged: a module, tensors or ``(name, tensor)`` pairs. Those that need no gradient are kept as
+            they are.
         decay: in [0, 1).
         update_step_interval: update when ``(t + 1)`` is divisible by it.
         device: where the averages live; None: with each parameter.
         dtype: of the averages; None: each parameter's.
         seed: of the rounding noise. It is not correlated with an optimizer's of the same seed.
+        temp_device: where :meth:`copy_ema_to` puts the weights aside; None: with each parameter. "cpu" saves GPU memory.
+        stream: where the noise streams of tensors without names begin; None: apart from those of every other average that
+            this process has made. Kept by :meth:`state_dict`.
 
     Raises:
         ValueError, TypeError: an argument out of range, or parameters that do not fit the averages.
@@ -48,18 +53,22 @@ class EMA:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         seed: int = 0,
+        temp_device: torch.device | str | None = None,
+        stream: int | None = None,
     ) -> None:
         self.decay = float(check_fraction("decay", decay))
         if check_counter("update_step_interval", update_step_interval, 32) < 1:
             raise ValueError(f"update_step_interval={update_step_interval!r}: must be at least 1.")
         self.update_step_interval = update_step_interval
         self._seed = check_counter("seed", seed, 64)
-        items = list(parameters)
-        names = [item[0] if isinstance(item, tuple) else str(i) for i, item in enumerate(items)]
-        tensors: list[Any] = [item[1] if isinstance(item, tuple) else item for item in items]
-        # "ema." keeps the stream apart from the one that an optimizer uses for the weight itself.
-        self._streams = [stream_of_name(f"ema.{name}") for name in names]
-        self.ema_parameters = [p.detach().to(device=device, dtype=dtype, copy=True) for p in tensors]
+        items = streams.named(parameters)
+        self._names = [name for name, _ in items]
+        if stream is None:
+            stream = streams.next_base("ema") if None in self._names else 0
+        self._base = check_counter("stream", stream, streams.BITS)
+        self._streams = streams.helper_streams("ema", self._names, self._base)
+        self._temp_device = temp_device
+        self.ema_parameters = [p.detach().to(device=device, dtype=dtype, copy=True) for _, p in items]
         self._temp: list[Tensor] | None = None
 
     def get_current_decay(self, optimization_step: int) -> float:
@@ -95,7 +104,7 @@ class EMA:
         """Overwrites the parameters with their averages; keeps their values for :meth:`copy_temp_to` if asked."""
         tensors = self._fitting(parameters)
         if store_temp:
-            self._temp = [p.detach().clone() for p in tensors]
+            self._temp = [p.detach().to(device=self._temp_device, copy=True) for p in tensors]
         for p, e in zip(tensors, self.ema_parameters, strict=True):
             p.copy_(e)
 
@@ -109,20 +118,24 @@ class EMA:
         self._temp = None
 
     def state_dict(self) -> dict[str, Any]:
-        """``decay`` and the live ``ema_parameters``; loads with ``torch.load(weights_only=True)``."""
-        return {"decay": self.decay, "ema_parameters": self.ema_parameters}
+        """``decay``, ``stream`` and the live ``ema_parameters``; loads with ``torch.load(weights_only=True)``."""
+        return {"decay": self.decay, "ema_parameters": self.ema_parameters, "stream": self._base}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what :meth:`state_dict` (or OneTrainer's) gave; dtypes and devices stay those of this object."""
+        """Loads the averages that :meth:`state_dict` (or OneTrainer's) gave.
+
+        Dtypes, devices, seed and ``decay`` stay those of this object: a decay that was changed for a resumed run holds.
+        """
         saved: Sequence[Tensor] = state_dict["ema_parameters"]
         self._check_fit(saved)
-        self.decay = float(check_fraction("decay", state_dict["decay"]))
+        self._base = check_counter("stream", state_dict.get("stream", self._base), streams.BITS)
+        self._streams = streams.helper_streams("ema", self._names, self._base)
         for own, value in zip(self.ema_parameters, saved, strict=True):
             own.copy_(value)
 
     def _fitting(self, parameters: Named) -> list[Tensor]:
-        tensors = [item[1] if isinstance(item, tuple) else item for item in parameters]
+        tensors = [p for _, p in streams.named(parameters)]
         self._check_fit(tensors)
         return tensors
 

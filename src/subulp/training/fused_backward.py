@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,7 +53,6 @@ class FusedBackward:
         # Strong, so that nobody has to keep this object for its hooks to work.
         optimizer.__dict__.setdefault("_fused_backward", []).append(self)
         self._squares: dict[int, Tensor] = {}
-        self._lock = threading.Lock()
         self._waiting = False
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._hook_of(number))
@@ -112,8 +110,8 @@ class FusedBackward:
             torch.nn.utils.clip_grad_norm_([p], max_norm)
             return
         norm: Any = torch.nn.utils.get_total_norm([p.grad])  # type: ignore[list-item]
-        with self._lock:
-            self._squares[id(p)] = norm.double().square()
-            squares = list(self._squares.values())
+        # Hooks run in several threads; both lines are atomic, and no lock can be left held by a fork.
+        self._squares[id(p)] = norm.double().square()
+        squares = list(self._squares.values())
         total = torch.stack([s.to(norm.device) for s in squares]).sum().sqrt().float()
         torch.nn.utils.clip_grads_with_norm_([p], max_norm, total)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,8 @@ class Candidate:
         self.implementation = implementation
         self.params = [Parameter(w.clone()) for w in data.weights]
         self.gradients = [g.clone() for g in data.gradients] if gradients is None else gradients
-        self.optimizer = implementation.make(list(self.params))
+        groups: list[Any] = [{"params": [p]} for p in self.params] if data.one_group_each else list(self.params)
+        self.optimizer = implementation.make(groups)
 
 
 def renew_gradients(params: Sequence[Tensor], values: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

@@ -68,7 +68,7 @@ class Result:
 
 def measure(workload: Workload, chosen: Sequence[Implementation], settings: Settings, say: Say) -> list[Result]:
     """Times the chosen implementations, the yardstick and the stream; results in the order given, the stream first."""
-    data = make_data(workload.shapes, settings.seed)
+    data = make_data(workload.shapes, settings.seed, workload.one_group_each)
     gradients = [g.clone() for g in data.gradients]
     if IMPLEMENTATIONS[YARDSTICK] not in chosen:
         chosen = [IMPLEMENTATIONS[YARDSTICK], *chosen]

@@ -68,7 +68,8 @@ def _status(key: str) -> int:
 
 def _main(implementation: str, workload: str, threads: int, seed: int) -> None:
     torch.set_num_threads(threads)
-    data = make_data(WORKLOADS[workload].shapes, seed)
+    chosen = WORKLOADS[workload]
+    data = make_data(chosen.shapes, seed, chosen.one_group_each)
     candidate = Candidate(IMPLEMENTATIONS[implementation], data)
     peaks = []
     for step in range(3 + 5):

@@ -20,6 +20,8 @@ class Workload:
     description: str
     shapes: Shapes
     repeats: int = 1
+    one_group_each: bool = False
+    """A parameter group for each tensor, as for rates by layer."""
 
     @property
     def elements(self) -> int:
@@ -51,6 +53,8 @@ WORKLOADS = {
         Workload("big", "8 x 4096x1024: memory speed", ((4096, 1024),) * 8),
         Workload("small", "2000 x 1024: many small tensors, as LoRA has", ((1024,),) * 2000),
         Workload("tiny", "one element: the overhead of a call", ((1,),), repeats=20),
+        Workload("one-group", "500 x 4096 in one parameter group", ((4096,),) * 500),
+        Workload("groups", "500 x 4096, a parameter group each", ((4096,),) * 500, one_group_each=True),
         Workload("gpt2", "GPT-2, 124 M parameters in 148 tensors", gpt2()),
         Workload("vit", "ViT-B/16, 87 M parameters in 152 tensors", vit()),
     )
@@ -63,9 +67,10 @@ class Data:
 
     weights: list[Tensor]
     gradients: list[Tensor]
+    one_group_each: bool = False
 
 
-def make_data(shapes: Sequence[Sequence[int]], seed: int) -> Data:
+def make_data(shapes: Sequence[Sequence[int]], seed: int, one_group_each: bool = False) -> Data:
     """Normal weights; gradients of random sign, uniform between 0.005 and 0.02 in magnitude.
 
     Away from zero, so that no implementation meets subnormal numbers or a denominator near ``eps``, where two that are
@@ -77,4 +82,4 @@ def make_data(shapes: Sequence[Sequence[int]], seed: int) -> Data:
         weights.append(torch.randn(tuple(shape), generator=generator).bfloat16())
         uniform = torch.rand(tuple(shape), generator=generator).mul_(2).sub_(1)
         gradients.append(uniform.mul_(0.015).add_(uniform.sign() * 0.005).bfloat16())
-    return Data(weights, gradients)
+    return Data(weights, gradients, one_group_each)
