@@ -42,7 +42,7 @@ MUTANTS = [
     ),
     *faults(
         "numerics/ops.py",
-        "backends/test_numba.py backends/test_triton.py rules/test_references.py",
+        "numerics/test_ops.py backends/test_numba.py",
         ("ops-torchs-root", "x.double().sqrt().float()", "x.sqrt()"),
         ("ops-sign-of-zero-and-nan", "torch.where(x < 0, -1.0, x)", "torch.where(x < 0, -1.0, 0.0)"),
         ("ops-maximum-forgets-nan", "torch.maximum(a, b)", "torch.fmax(a, b)"),
@@ -72,8 +72,22 @@ MUTANTS = [
         ("views-base-ignored", "like.stride(), shape, offset, base)", "like.stride(), shape, offset, 0)"),
     ),
     *faults(
+        "numerics/streams.py",
+        "numerics/test_streams.py training/test_ema.py training/test_accumulation.py",
+        ("streams-optimizers-share-them", "% _NUMBERS) << 32", "% _NUMBERS) << 0"),
+        ("streams-position-ignored", "or 0) + position", "or 0)"),
+        ("streams-taken-ones-given-again", "_take_free(first % (1 << BITS), following)", "first % (1 << BITS)"),
+        (
+            "streams-helpers-take-the-optimizers",
+            'stream_of_name(f"{kind}.{name}") if name',
+            "stream_of_name(name) if name",
+        ),
+        ("streams-helpers-share-them", 'stream_of_name(f"{kind}.{i}") + base)', 'stream_of_name(f"{kind}.{i}"))'),
+        ("streams-zeros-names-are-used", "names and len(names) != len", "False and len(names) != len"),
+    ),
+    *faults(
         "backends/eager.py",
-        "test_adamw.py numerics/test_rounding.py test_optimizer.py",
+        "backends/test_plans.py test_adamw.py numerics/test_rounding.py test_optimizer.py",
         ("eager-slots-share-noise", "_draw(index, *key, slot)", "_draw(index, *key, 0)"),
         ("eager-steps-share-noise", "int(bucket.steps[i]))", "0 * int(bucket.steps[i]))"),
         (
@@ -83,8 +97,12 @@ MUTANTS = [
         ),
         ("eager-nonfinite-changes", "if slot == 0 and rule.keeps_nonfinite:", "if False:"),
         ("eager-nonfinite-states-stay", "if slot == 0 and rule.keeps_nonfinite:", "if rule.keeps_nonfinite:"),
-        ("eager-fp64-scalars", "[float(np.float32(s)) for s in scalars]", "[float(s) for s in scalars]"),
-        ("eager-fp64-in-fp32", "double = written[0].dtype == torch.float64", "double = False"),
+        ("eager-fp64-scalars", "torch.tensor(scalar, dtype=compute)", "scalar"),
+        (
+            "eager-fp64-in-fp32",
+            "compute = torch.float64 if written[0].dtype == torch.float64 else torch.float32\n    values",
+            "compute = torch.float32\n    values",
+        ),
         ("eager-factor-ignored", "if read_factor != 1.0:", "if read_factor > 1.0:"),
     ),
 ]

@@ -47,6 +47,7 @@ MUTANTS = [
         f"{_NUMBA} backends/test_numba_rows.py",
         ("numba-maximum-forgets-nan", "a if (a > b or a != a) else b", "a if a > b else b"),
         ("numba-sign-of-zero-and-nan", "f32(-1) if x < f32(0) else x", "f32(-1) if x < f32(0) else f32(0)"),
+        ("numba-stream-of-the-first", "_integer_at(pointers[1, i])", "_integer_at(pointers[1, 0])"),
         ("numba-factor-ignored", "builder.fmul(read[0], args[2])", "read[0]"),
         (
             "numba-factor-of-every-read",
@@ -75,7 +76,7 @@ MUTANTS = [
         "backends/test_sums.py",
         ("sums-fourth-row-not-in-columns", "(s0 + s1) + (s2 + s3)", "(s0 + s1) + (s2 + s2)"),
         ("sums-one-thread-of-columns", "cols.sum(0)", "cols[0]"),
-        ("sums-one-thread-of-the-total", "first + sum(others)", "first"),
+        ("sums-one-thread-of-the-total", "float(totals.sum())", "float(totals[0])"),
         ("sums-deviation-added", "r * c * x - y * factor", "r * c * x + y * factor"),
         ("sums-in-fp32", "np.float64(value * value)", "np.float32(value * value)"),
         ("sums-squares-in-fp64", "np.float64(value * value)", "np.float64(value) * np.float64(value)"),

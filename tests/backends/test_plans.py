@@ -66,7 +66,7 @@ def test_a_change_takes_effect_at_the_next_step(change: Change) -> None:
     results = []
     for backend in ("eager", "numba"):
         params = make_params(SHAPES)
-        opt = subulp.SGD(params, lr=0.1, momentum=0.9, backend=backend)
+        opt = subulp.SGD(params, lr=0.1, momentum=0.9, stream=0, backend=backend)
         kept = []
         for step in range(4):
             set_grads(params, step)
@@ -81,7 +81,7 @@ def test_a_change_takes_effect_at_the_next_step(change: Change) -> None:
 def test_a_parameter_that_has_shrunk_in_place_is_refused() -> None:
     """Its address is the same; a plan that went by addresses would write behind its end."""
     params = make_params(SHAPES)
-    opt = subulp.SGD(params, lr=0.1, momentum=0.9, backend="numba")
+    opt = subulp.SGD(params, lr=0.1, momentum=0.9, stream=0, backend="numba")
     for step in range(2):
         set_grads(params, step)
         opt.step()
@@ -102,7 +102,7 @@ def test_each_parameter_takes_its_own_count_in_buckets_of_two_dtypes(backend: st
 
     def make() -> tuple[list[Parameter], Any]:
         params = [make_params(((11,),), d, seed=i)[0] for i, d in enumerate(dtypes)]
-        return params, subulp.AdamW(params, lr=0.1, backend=backend)
+        return params, subulp.AdamW(params, lr=0.1, stream=0, backend=backend)
 
     together, opt = make()
     alone, other = make()
@@ -126,7 +126,7 @@ def test_strides_belong_to_their_parameter_in_buckets_of_two_dtypes(backend: str
         params = [make_params(((6, 9),), d, seed=i)[0] for i, d in enumerate(dtypes)]
         if strided:
             params[1].data = params[1].data.t().contiguous().t()
-        opt = subulp.AdamW(params, lr=0.1, backend=backend)
+        opt = subulp.AdamW(params, lr=0.1, stream=0, backend=backend)
         for step in range(3):
             set_grads(params, step)
             opt.step()
