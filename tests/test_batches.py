@@ -71,3 +71,18 @@ def test_groups_with_other_backends_each_have_their_own(monkeypatch: pytest.Monk
         set_grads(own, 0)
     opt.step()
     assert seen == [3]  # one launch, of the parameters that are not empty
+
+
+def test_hyperparameters_that_are_tensors_are_read_as_numbers() -> None:
+    """Also in tuples: scalars are computed in fp64, not in the tensor's precision."""
+    results = []
+    for tensors in (True, False):
+        betas = [torch.tensor(0.7), torch.tensor(0.93)]
+        params = make_params(SHAPES, torch.float32)
+        values: Any = tuple(betas) if tensors else tuple(map(float, betas))
+        opt = subulp.AdamW(params, lr=0.1, betas=values, stream=0, backend="eager")
+        for step in range(5):
+            set_grads(params, step)
+            opt.step()
+        results.append(everything(opt, params))
+    assert all(map(same_bits, *results))

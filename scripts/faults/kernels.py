@@ -31,7 +31,7 @@ MUTANTS = [
     ),
     *faults(
         "backends/numba_body.py",
-        _NUMBA,
+        f"backends/test_plans.py {_NUMBA}",
         ("numba-narrow-high-word", "else index >> i64(33)", "else index >> i64(32)"),
         ("numba-keys-of-the-first-slots", "if block != last:", "if last < i64(0):"),
         ("numba-half-a-stream", "u64(stream >> i64(32))", "u64(0)"),
