@@ -122,4 +122,4 @@ def test_rounding_by_tensor_survives_a_checkpoint_and_is_checked():
     with pytest.raises(ValueError, match=r"'exp_average'.*param, exp_avg, exp_avg_sq"):
         subulp.AdamW([p], stochastic_rounding={"exp_average": False})
     with pytest.raises(TypeError, match=r"\['param'\]='no'"):
-        subulp.AdamW([p], stochastic_rounding={"param": "no"})
+        subulp.AdamW([p], stochastic_rounding="param:no")

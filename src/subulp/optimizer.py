@@ -78,7 +78,7 @@ class Optimizer(torch.optim.Optimizer):
                     group["stream"] = self.defaults["stream"]
 
     @classmethod
-    def __subclasses__(cls) -> list[type[Any]]:  # type: ignore[override]
+    def __subclasses__(cls) -> list[type[Any]]:
         """The subclasses, in the place of a namesake of a torch.optim class its own ones.
 
         Command lines find optimizers by short names (jsonargparse, so Lightning's ``--optimizer AdamW``) among all subclasses

@@ -9,6 +9,7 @@ import torch
 
 import subulp
 from subulp.backends import numba_rows
+from subulp.rules import adafactor, came
 from subulp.rules.came import FACTORED_ROWS
 from tests.bits import same_bits
 from tests.models import everything, generator, make_params, train
@@ -53,6 +54,23 @@ def test_rows_have_the_bits_of_blocks(cls, options, dtype, threads, monkeypatch)
     finally:
         torch.set_num_threads(before)
     assert all(map(same_bits, *results))
+
+
+def test_formulas_by_rows_are_those_of_the_product():
+    """Also of kernels that only the slow suite compiles. The product of the factors comes first, as in a block."""
+    p, g, m = (torch.randn(4, 7, generator=generator(i)) for i in range(3))
+    (r, s), (c, d) = ((torch.rand(n, generator=generator(i)) for i in (5, 6)) for n in ((4, 1), (1, 7)))
+    scalars = (0.3, 0.2, 0.9)
+    pairs = [
+        (adafactor.adafactor_rows(p, g, c, r, *scalars[:2]), adafactor.adafactor(p, r * c * g, *scalars[:2])),
+        (
+            adafactor.adafactor_momentum_rows(p, g, c, m, r, *scalars),
+            adafactor.adafactor_momentum(p, r * c * g, m, *scalars),
+        ),
+        (came.came_rows(p, g, c, d, m, r, s, *scalars, 0.1), came.came(p, r * c * g, s * d, m, *scalars, 0.1)),
+    ]
+    for by_rows, by_blocks in pairs:
+        assert all(map(same_bits, by_rows, by_blocks))
 
 
 def test_a_block_of_a_matrix_is_rounded_as_the_whole():

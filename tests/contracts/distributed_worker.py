@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import subulp
 from tests.specs import SPECS, Spec
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=30)
@@ -54,6 +55,9 @@ class Check:
 
 CHECKS: list[Check] = []
 
+SMOKE = [SPECS[0], next(spec for spec in SPECS if spec.cls is subulp.CAME)]
+"""An elementwise optimizer, and one that sums over parameters and keeps averages of both dimensions."""
+
 
 def check(
     *sizes: int, late: bool = False, smoke: bool = False
@@ -61,7 +65,7 @@ def check(
     """Registers a check for groups of these sizes.
 
     ``late`` ones run after all groups have run all others. ``smoke`` ones also run in the fast suite, in two processes
-    and with the first optimizer.
+    and with the optimizers of :data:`SMOKE`.
     """
 
     def register(function: Callable[[World, Spec], None]) -> Callable[[World, Spec], None]:
@@ -84,7 +88,7 @@ def cases(smoke: bool = False) -> Iterator[tuple[Check, int, Spec]]:
         for size in sorted({size for entry in CHECKS for size in entry.sizes}):
             for entry in CHECKS:
                 if entry.late == late and size in entry.sizes and (not smoke or (entry.smoke and size == 2)):
-                    for spec in SPECS[:1] if smoke else SPECS:
+                    for spec in SMOKE if smoke else SPECS:
                         yield entry, size, spec
 
 

@@ -202,3 +202,16 @@ def test_helpers_without_names_do_not_share_noise_and_resume():
     two.load_state_dict(one.state_dict())
     assert same_bits(passes(p), passes(q))
     assert same_bits(accumulated(stream=3)[2], accumulated(stream=3)[2])
+
+
+def test_a_position_counts_all_parameters_those_that_keep_a_stream_too():
+    p, q, r = (Parameter(torch.zeros(1)) for _ in range(3))
+    base = 5 << 32
+    groups = [{"params": [p, q], "stream": base}, {"params": [r], "stream": base}]
+    assert streams.assign(groups, {p: 77}) == {p: 77, q: base + 1, r: base + 2}
+
+
+def test_names_that_are_not_those_of_the_parameters_are_not_used():
+    """ZeroRedundancyOptimizer takes parameters out of a group and leaves all its names."""
+    p, q = (Parameter(torch.zeros(1)) for _ in range(2))
+    assert streams.assign([{"params": [p, q], "param_names": ["a", "b", "c"], "stream": 9}], {}) == {p: 9, q: 10}

@@ -1,4 +1,4 @@
-"""Every elementwise optimizer: fp32 against its reference in fp64, and what stochastic rounding must keep in the mean."""
+"""Every elementwise optimizer: what stochastic rounding must keep in the mean."""
 
 from __future__ import annotations
 
@@ -10,36 +10,10 @@ import torch
 from torch.nn import Parameter
 
 import subulp
-from tests.models import generator, make_params, set_grads
+from tests.models import generator
 from tests.specs import ELEMENTWISE
 
 elementwise = pytest.mark.parametrize("spec", ELEMENTWISE, ids=str)
-SHAPES = ((3, 5), (7,), (33, 17))
-
-
-@elementwise
-def test_fp32_follows_the_reference_in_fp64(spec):
-    steps = 100
-    params, reference = make_params(SHAPES, torch.float32), make_params(SHAPES, torch.float64)
-    for p, q in zip(params, reference, strict=True):
-        q.data.copy_(p.data)
-    opt, other = spec.make(params), spec.reference(reference, **spec.defaults)
-    moved = 0.0
-    for step in range(steps):
-        set_grads(params, step)
-        for p, q in zip(params, reference, strict=True):
-            q.grad = p.grad.double()
-        before = [q.detach().clone() for q in reference]
-        opt.step()
-        other.step()
-        moved += max(float((q.detach() - b).abs().max()) for q, b in zip(reference, before, strict=True))
-    # A step rounds the weight once, and what it adds is right to under 32 roundings, states included; a state's error decays
-    # with the state, after at most 1 / (1 - beta) = 1000 steps' worth, so that all 100 steps may contribute.
-    largest = max(float(q.detach().abs().max()) for q in reference)
-    bound = steps * 2.0**-24 * largest + 32 * steps * 2.0**-24 * moved
-    assert moved > 1e-3
-    for p, q in zip(params, reference, strict=True):
-        assert (p.detach() - q.detach()).abs().max() < bound
 
 
 @elementwise

@@ -9,6 +9,7 @@ import torch
 from torch.nn import Parameter
 
 import subulp
+from subulp.numerics.noise import stream_of_name
 from tests.bits import same_bits
 
 
@@ -89,6 +90,22 @@ def test_noise_continues_after_a_checkpoint():
     second.load_state_dict(first.state_dict())
     p.grad = None
     assert same_bits(passes(p, 4), passes(q, 4))
+
+
+def test_noise_is_that_of_seed_name_and_addition_apart_from_the_optimizers():
+    x = torch.linspace(0.5, 1, 4096).bfloat16()
+    for seed in (0, 1 << 40):
+        p = Parameter(torch.zeros(4096, dtype=torch.bfloat16))
+        subulp.GradientAccumulation([("w", p)], steps=3, seed=seed)
+        for scale in (1.0, 2.0**-9, 2.0**-9):
+            (p * (x * scale)).sum().backward()
+        sums = {}
+        for name in ("w", "gradient.w"):
+            sums[name] = x.clone()
+            for step in range(2):
+                subulp.add_stochastic_(sums[name], x * 2.0**-9, seed=seed, stream=stream_of_name(name), step=step)
+        assert same_bits(p.grad, sums["gradient.w"])
+        assert not same_bits(p.grad, sums["w"])  # the stream with which an optimizer rounds the weight
 
 
 def test_misuse_is_told():

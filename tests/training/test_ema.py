@@ -9,6 +9,7 @@ import torch
 from torch.nn import Parameter
 
 import subulp
+from subulp.numerics.noise import stream_of_name
 from tests.bits import same_bits
 from tests.models import make_params
 
@@ -51,6 +52,28 @@ def test_bits_are_a_function_of_seed_name_and_step():
     other = run(names, range(6), seed=1)
     assert all(same_bits(first[n], again[n]) for n in names)
     assert not all(same_bits(first[n], other[n]) for n in names)
+
+
+def test_noise_is_that_of_the_name_apart_from_the_optimizers():
+    def averaged(*others: tuple[str, Parameter]) -> torch.Tensor:
+        p = Parameter(torch.linspace(0.5, 1, 4096).bfloat16())
+        ema = subulp.EMA([*others, ("w", p)], decay=0.9)
+        moved([p], 0.013)
+        ema.step([*others, ("w", p)], 1000)
+        return ema.ema_parameters[-1]
+
+    start = torch.linspace(0.5, 1, 4096).bfloat16()
+    end = Parameter(start.clone())
+    moved([end], 0.013)
+    weight = 1.0 - 0.9
+    names = {name: stream_of_name(name) for name in ("w", "ema.w")}
+    by_hand = {
+        name: subulp.lerp_stochastic_(start.clone(), end.detach(), weight, seed=0, stream=stream, step=1000)
+        for name, stream in names.items()
+    }
+    assert same_bits(averaged(), by_hand["ema.w"])
+    assert not same_bits(averaged(), by_hand["w"])  # the stream with which an optimizer rounds the weight
+    assert same_bits(averaged(("frozen", Parameter(torch.ones(3), requires_grad=False))), by_hand["ema.w"])
 
 
 def test_fp32_averages_of_bf16_weights_are_the_formula():
