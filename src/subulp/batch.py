@@ -25,14 +25,18 @@ class Batch:
         self.groups: list[Group] = []
         self.counts: list[int] = []
         self.places: list[str] = []
+        self.tensors: list[bool] = []
         self.params: list[Tensor] = []
         self.grads: list[Tensor] = []
 
-    def add(self, group: Group, params: Sequence[Tensor], grads: Sequence[Tensor], place: str) -> None:
-        """Adds a group's parameters."""
+    def add(
+        self, group: Group, params: Sequence[Tensor], grads: Sequence[Tensor], place: str, tensors: bool = True
+    ) -> None:
+        """Adds a group's parameters; ``tensors``: whether a hyper-parameter may be a tensor."""
         self.groups.append(group)
         self.counts.append(len(params))
         self.places.append(place)
+        self.tensors.append(tensors)
         self.params += params
         self.grads += grads
 
@@ -59,10 +63,14 @@ class Batch:
         self, scalars: Scalars, steps: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
         """The scalars of each distinct (group, step), shape (rows, scalars), and the row of each parameter."""
-        groups = [numbers(group) for group in self.groups]
+        groups = [
+            numbers(group) if tensors else group for group, tensors in zip(self.groups, self.tensors, strict=True)
+        ]
         first = float(steps[0])
         if len(steps) == 1 or (steps == steps[0]).all():
-            return np.array([scalars(group, first) for group in groups]), np.repeat(np.arange(len(groups)), self.counts)
+            count = len(groups)
+            rows = np.zeros(len(steps), np.int64) if count == 1 else np.repeat(np.arange(count), self.counts)
+            return np.array([scalars(group, first) for group in groups]), rows
         table: list[Any] = []
         rows = np.empty(len(steps), dtype=np.int64)
         start = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import compress
+from operator import is_
 from typing import Any, ClassVar, overload
 
 import numpy as np
@@ -60,10 +61,12 @@ class Optimizer(torch.optim.Optimizer):
     """Attributes that copies and pickles keep; torch keeps defaults, state and groups."""
 
     _checks: ClassVar[dict[str, Check]] = COMMON_CHECKS
+    _watched: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls._checks = COMMON_CHECKS | cls.hyperparameters
+        cls._watched = (*cls._checks, "stochastic_rounding", "state_dtype")
 
     def __init__(self, params: Params, defaults: dict[str, Any], options: Any) -> None:
         reject_unknown(f"{type(self).__name__}()", options, {**defaults, **DEFAULTS})
@@ -144,20 +147,23 @@ class Optimizer(torch.optim.Optimizer):
             if p.requires_grad:
                 check_param(p, where)
 
-    def _recheck(self, group: dict[str, Any], where: str) -> None:
-        """:meth:`_check`, but only if a value is not the object that was checked last (or could change in place)."""
-        names = (*self._checks, "stochastic_rounding", "state_dtype")
-        values = [group.get(name) for name in names]
+    def _recheck(self, group: dict[str, Any], where: str) -> bool:
+        """:meth:`_check`, but only if a value is not the object that was checked last (or could change in place).
+
+        Returns whether a hyper-parameter is a tensor. Kept short: it runs for every group at every step.
+        """
+        values = list(map(group.get, self._watched))
         last = self._last_checked.get(id(group))
-        if last is not None and all(a is b and type(a) in _IMMUTABLE for a, b in zip(values, last, strict=True)):
-            return
+        if last is not None and last.fixed and all(map(is_, values, last.values)):
+            return last.tensors
         checked = {**group, "params": ()}
         self._check(checked, where)
-        group.update((name, checked[name]) for name in names if name in group)
-        self._last_checked[id(group)] = [group.get(name) for name in names]
-        if last is not None and last[-1] != group["state_dtype"]:
+        group.update((name, checked[name]) for name in self._watched if name in group)
+        self._last_checked[id(group)] = _Checked(list(map(group.get, self._watched)))
+        if last is not None and last.values[-1] != group["state_dtype"]:
             self._recast.append(group)
             self._plans.clear()  # they hold the addresses of the states as they are
+        return self._last_checked[id(group)].tensors
 
     # State
 
@@ -226,7 +232,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _forget_plans(self) -> None:
         self._plans: dict[int, Any] = {}
-        self._last_checked: dict[int, list[Any]] = {}
+        self._last_checked: dict[int, _Checked] = {}
         self._recast: list[dict[str, Any]] = []
         self._streams: dict[Tensor, int] = {}
 
@@ -300,7 +306,7 @@ class Optimizer(torch.optim.Optimizer):
         batches: dict[Any, Batch] = {}
         for number, group, params in work:
             where = "" if number is None else f" (param group {number})"
-            self._recheck(group, where)
+            tensors = self._recheck(group, where)
             grads = [p.grad for p in params]
             if any(grad is None for grad in grads):
                 params = [p for p in params if p.grad is not None]
@@ -310,7 +316,7 @@ class Optimizer(torch.optim.Optimizer):
                 batch = batches.get(kind)
                 if batch is None:
                     batch = batches[kind] = Batch(id(params[0]) if number is None else id(group))
-                batch.add(group, params, active, where)
+                batch.add(group, params, active, where, tensors)
         return batches.values()
 
     def _kind(self, group: dict[str, Any]) -> Any:
@@ -461,6 +467,19 @@ class Optimizer(torch.optim.Optimizer):
     def _amp_tensors(self, device: torch.device) -> dict[str, Tensor]:
         given = {name: self._from_scaler(name) for name in ("grad_scale", "found_inf")}
         return {name: t.to(device, torch.float32, non_blocking=True) for name, t in given.items() if t is not None}
+
+
+class _Checked:
+    """The hyper-parameters of a group as they were when they passed."""
+
+    __slots__ = ("fixed", "tensors", "values")
+
+    def __init__(self, values: list[Any]) -> None:
+        self.values = values
+        self.fixed = {type(value) for value in values} <= _IMMUTABLE
+        inner = [item for value in values for item in (value if isinstance(value, (tuple, list)) else (value,))]
+        self.tensors = any(isinstance(item, Tensor) for item in inner)
+        self.fixed &= not self.tensors
 
 
 def _sign(group: dict[str, Any]) -> float:
