@@ -43,7 +43,7 @@ MUTANTS = [
     ),
     *faults(
         "backends/numba_kernel.py",
-        f"{_NUMBA} backends/test_numba_rows.py",
+        f"numerics/test_ops.py {_NUMBA} backends/test_numba_rows.py",
         ("numba-maximum-forgets-nan", "a if (a > b or a != a) else b", "a if a > b else b"),
         ("numba-sign-of-zero-and-nan", "f32(-1) if x < f32(0) else x", "f32(-1) if x < f32(0) else f32(0)"),
         ("numba-stream-of-the-first", "_integer_at(pointers[1, i])", "_integer_at(pointers[1, 0])"),
