@@ -92,7 +92,7 @@ MUTANTS = [
     ),
     *faults(
         "checkpoint.py",
-        f"{_CHECKPOINTS} rules/test_factored.py",
+        f"rules/test_sgd.py {_CHECKPOINTS} rules/test_factored.py",
         ("load-shares-memory", "(device=p.device, dtype=dtype, copy=True)", "(device=p.device, dtype=dtype)"),
         ("load-in-the-parameters-dtype", "storage_dtype(p, specs[name], group) if name", "p.dtype if name"),
         ("load-torch-casts", "_Box(v) if isinstance(v, Tensor) else v", "v"),

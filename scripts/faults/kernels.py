@@ -10,12 +10,11 @@ _TRITON = "backends/test_triton.py"
 MUTANTS = [
     *faults(
         "backends/numba_lanes.py",
-        _NUMBA,
+        f"backends/test_nonfinite.py {_NUMBA}",
         ("numba-mix-other-shift", "x >> u32(17)", "x >> u32(16)"),
         ("numba-mix-counter-not-added", "u32(u32(x ^ (x >> u32(14))) ^ counter)", "u32(x ^ (x >> u32(14)))"),
         ("numba-bf16-becomes-infinite", "magnitude < i32(0x7F7F0000)", "magnitude < i32(0x7F800000)"),
         ("numba-bf16-nearest-ties-down", "u32((bits >> u32(16)) & u32(1))", "u32(0)"),
-        ("numba-bf16-signalling-nan", "rounded) if self.raw else rounded", "rounded) if False else rounded"),
         ("numba-fp16-becomes-infinite", "code if code < u32(0x7BFF) else u32(0x7BFF)", "code"),
         ("numba-fp16-nan-becomes-infinite", "u32(0x7E00) if magnitude", "u32(0x7C00) if magnitude"),
         ("numba-fp16-subnormals", "u32(u32(113) - exponent) if", "u32(u32(112) - exponent) if"),
@@ -44,7 +43,7 @@ MUTANTS = [
     ),
     *faults(
         "backends/numba_kernel.py",
-        f"{_NUMBA} backends/test_numba_rows.py",
+        f"numerics/test_ops.py {_NUMBA} backends/test_numba_rows.py",
         ("numba-maximum-forgets-nan", "a if (a > b or a != a) else b", "a if a > b else b"),
         ("numba-sign-of-zero-and-nan", "f32(-1) if x < f32(0) else x", "f32(-1) if x < f32(0) else f32(0)"),
         ("numba-stream-of-the-first", "_integer_at(pointers[1, i])", "_integer_at(pointers[1, 0])"),

@@ -103,11 +103,20 @@ def test_layouts_keep_the_bits(arrange, base):
         assert same_bits(a, b)
 
 
-@pytest.mark.parametrize("target", [B, pytest.param(H, marks=slow)])
 @pytest.mark.parametrize(
-    ("rule", "scalars"),
-    [(COPY, ()), (ADD, (0.3,)), (ADDCDIV, (0.3,)), (LERP, (1e-3,))],
-    ids=["copy", "add", "addcdiv", "lerp"],
+    ("rule", "scalars", "target"),
+    [
+        pytest.param(
+            rule, scalars, target, id=f"{name}-{target}", marks=slow if target == H and rule is not COPY else ()
+        )
+        for name, rule, scalars in (
+            ("copy", COPY, ()),
+            ("add", ADD, (0.3,)),
+            ("addcdiv", ADDCDIV, (0.3,)),
+            ("lerp", LERP, (1e-3,)),
+        )
+        for target in (B, H)
+    ],
 )
 def test_rounding_rules_with_special_values(rule, scalars, target):
     """Infinities, zeros, subnormals, overflow; for the copy also NaNs of every payload (arithmetic may change those)."""

@@ -164,11 +164,28 @@ def _named(p, g, s, a):
 NAMED = Rule(_named, (State("s"),), scalars=1)
 
 
+def _signs(p, g, s):
+    return maximum(p, g), sign(g)
+
+
+SIGNS = Rule(_signs, (State("s"),), keeps_nonfinite=False)
+
+
 def test_named_functions_and_helper_formulas() -> None:
     columns = tensors(NAMED, [300], [BF16] * 3)
     columns[2][0][:20] = 0.0
     columns[2][0][20:40] = -0.0
     check(NAMED, columns, scalars=[0.01])
+    special = torch.tensor([0.0, -0.0, float("nan"), float("-inf"), float("inf"), 2.0, -3.0])
+    a, b = (t.flatten() for t in torch.meshgrid(special, special, indexing="ij"))
+    from subulp.backends import triton_gpu
+
+    expected, actual = ([[a.clone()], [torch.zeros(49)], [b]] for _ in range(2))
+    for backend, own in ((eager, expected), (triton_gpu, actual)):
+        backend.run(SIGNS, bucket_of(SIGNS, own, scalars=[]), seed=0, stochastic=True)
+    for (x,), (y,) in zip(expected, actual, strict=True):
+        assert torch.equal(x.isnan(), y.isnan())
+        assert same_bits(x.nan_to_num(123.0), y.nan_to_num(123.0))  # which NaN is not promised
 
 
 @slow

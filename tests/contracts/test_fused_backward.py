@@ -120,6 +120,27 @@ def test_hooks_follow_new_groups_of_a_loaded_checkpoint_and_of_schedulers():
     fused.remove()
 
 
+def test_each_parameter_is_updated_by_its_own_group():
+    net, reference = Net(), Net()
+    opts = [
+        subulp.AdamW(
+            [
+                {"params": list(n.first.named_parameters("first")), "lr": 0.3},
+                {"params": list(n.second.named_parameters("second")), "lr": 0.01, "weight_decay": 0.5},
+            ]
+        )
+        for n in (net, reference)
+    ]
+    fused = subulp.FusedBackward(opts[0])
+    for step in range(2):
+        net(batch(step)).backward()
+        reference(batch(step)).backward()
+        opts[1].step()
+        opts[1].zero_grad()
+    check_equal(net, reference)
+    fused.remove()
+
+
 def test_parameters_may_be_repointed_between_passes():
     """Layer offload: the weights live elsewhere between passes."""
     net, reference = Net(), Net()
@@ -168,7 +189,8 @@ def test_after_removal_gradients_stay():
     net = Net()
     opt = subulp.AdamW(net.parameters())
     before = net.first.weight.detach().clone()
-    subulp.FusedBackward(opt).remove()
+    fused = subulp.FusedBackward(opt)  # kept: the hooks of one that is gone do nothing anyway
+    fused.remove()
     net(batch(0)).backward()
     assert net.first.weight.grad is not None
     assert same_bits(net.first.weight.detach(), before)

@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from subulp.backends import eager
+from subulp.backends.bucket import single
 from subulp.numerics import ops
+from subulp.numerics.ops import absolute, maximum, sign, where
+from subulp.numerics.views import flat_views
+from subulp.rules.rule import Rule, State
 from tests.bits import same_bits
 from tests.models import generator
 
@@ -31,3 +36,24 @@ def test_zeros_and_nan():
     a, b = torch.tensor([NAN, 1.0, 2.0, -INF]), torch.tensor([1.0, NAN, 1.0, 3.0])
     assert same_bits(ops.maximum(a, b).isnan(), torch.tensor([True, True, False, False]).view(torch.bool))
     assert ops.maximum(a, b)[2:].tolist() == [2.0, 3.0]
+
+
+def _named(p, a, b, x, y):
+    return maximum(a, b), sign(a), where(a > b, absolute(a), -b)
+
+
+NAMED = Rule(_named, (State("x"), State("y")), reads=2, keeps_nonfinite=False)
+
+
+def test_the_cpu_kernels_give_the_same_for_zeros_and_nan():
+    numba_cpu = pytest.importorskip("subulp.backends.numba_cpu", reason="pip install numba")
+    special = torch.tensor([0.0, -0.0, NAN, -INF, INF, 2.0, -3.0])
+    a, b = (t.flatten() for t in torch.meshgrid(special, special, indexing="ij"))
+    results = []
+    for backend in (eager, numba_cpu):
+        written = [torch.zeros(a.shape) for _ in range(3)]
+        backend.run(NAMED, single(flat_views(written, [a, b]), 1, 1, ()), seed=0, stochastic=True)
+        results.append(written)
+    for first, second in zip(*results, strict=True):
+        assert same_bits(first.nan_to_num(123.0), second.nan_to_num(123.0))  # which NaN is not promised
+        assert torch.equal(first.isnan(), second.isnan())
