@@ -27,7 +27,7 @@ def square_sums(block: Tensor, native: bool = True) -> tuple[Tensor, Tensor]:
         row, col = kernels.row_and_col(_as_array(block))
         return torch.from_numpy(row), torch.from_numpy(col)
     squares = _squares(block)
-    return squares.sum(-1, dtype=torch.float64), squares.sum(-2, dtype=torch.float64)
+    return _sum_along(squares, -1), _sum_along(squares, -2)
 
 
 def weighted_square_sum(block: Tensor, by_row: Tensor, by_col: Tensor, native: bool = True) -> Tensor:
@@ -74,14 +74,17 @@ def square_sum(block: Tensor, native: bool = True) -> Tensor:
 
 def total_of(t: Tensor) -> Tensor:
     """The sum of all elements: fp64, 0-d."""
-    if not t.is_cpu or t.numel() <= PIECE:
-        return t.sum(dtype=torch.float64)
-    flat = t.reshape(-1)
-    whole = flat.numel() // PIECE * PIECE
-    pieces = torch.cat(
-        [flat[:whole].view(-1, PIECE).sum(1, dtype=torch.float64), flat[whole:].sum(dtype=torch.float64).view(1)]
-    )
-    return torch.tensor(pieces.numpy().sum())
+    return _sum_along(t.reshape(-1), -1)
+
+
+def _sum_along(t: Tensor, dim: int) -> Tensor:
+    """``t.sum(dim)`` in fp64, on a CPU in pieces that torch does not split between threads."""
+    size = t.shape[dim]
+    if not t.is_cpu or size <= PIECE:
+        return t.sum(dim, dtype=torch.float64)
+    whole = size // PIECE * PIECE
+    pieces = t.narrow(dim, 0, whole).unflatten(dim, (-1, PIECE)).sum(dim, dtype=torch.float64)
+    return _sum_along(pieces, dim) + t.narrow(dim, whole, size - whole).sum(dim, dtype=torch.float64)
 
 
 def needs_no_temporaries(t: Tensor) -> bool:
