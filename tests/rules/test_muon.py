@@ -155,7 +155,7 @@ mesh = init_device_mesh("cpu", (2,))
 for dim in (0, 1):
     plain = make_params(((7, 5), (5, 9), (1, 4), (3, 4, 5), (6, 3, 2, 2)))
     sharded = [torch.nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [Shard(dim)])) for p in plain]
-    opts = [subulp.Muon(params, lr=0.02, view="auto") for params in (plain, sharded)]
+    opts = [subulp.Muon(params, lr=0.02, view="auto", stream=0) for params in (plain, sharded)]
     for step in range(3):
         set_grads(plain, step)
         for p, q in zip(plain, sharded):

@@ -125,7 +125,7 @@ def test_short_names_on_the_command_line_are_torchs():
     """jsonargparse looks a short name up among all subclasses of torch.optim.Optimizer that are imported."""
     cli = command_line("--optimizer=torch.optim.AdamW")
     assert cli.config.optimizer.class_path == "torch.optim.AdamW"
-    for name in ("AdamW", "Adam", "SGD", "Adafactor"):
+    for name in ("AdamW", "Adam", "SGD"):  # transformers, which other tests import, has an Adafactor
         assert command_line(f"--optimizer={name}").config.optimizer.class_path == f"torch.optim.{name}"
     assert command_line("--optimizer=subulp.AdamW").config.optimizer.class_path == "subulp.AdamW"
     assert command_line("--optimizer=RMSprop").config.optimizer.class_path.startswith("torch.optim.")
