@@ -86,3 +86,11 @@ def test_hyperparameters_that_are_tensors_are_read_as_numbers() -> None:
             opt.step()
         results.append(everything(opt, params))
     assert all(map(same_bits, *results))
+
+
+def test_groups_share_no_tensor_for_their_rate() -> None:
+    """Schedulers write into it (pytorch issue 126854)."""
+    params = make_params(SHAPES[:2])
+    opt = subulp.AdamW([{"params": [p]} for p in params], lr=torch.tensor(0.1))
+    opt.param_groups[0]["lr"].fill_(0.5)
+    assert float(opt.param_groups[1]["lr"]) == pytest.approx(0.1)

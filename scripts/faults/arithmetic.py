@@ -87,7 +87,7 @@ MUTANTS = [
     ),
     *faults(
         "backends/eager.py",
-        "backends/test_plans.py test_adamw.py numerics/test_rounding.py test_optimizer.py",
+        "backends/test_nonfinite.py backends/test_plans.py test_adamw.py numerics/test_rounding.py test_optimizer.py",
         ("eager-slots-share-noise", "_draw(index, *key, slot)", "_draw(index, *key, 0)"),
         ("eager-steps-share-noise", "int(bucket.steps[i]))", "0 * int(bucket.steps[i]))"),
         (
@@ -97,7 +97,6 @@ MUTANTS = [
         ),
         ("eager-nonfinite-changes", "if slot == 0 and rule.keeps_nonfinite:", "if False:"),
         ("eager-nonfinite-states-stay", "if slot == 0 and rule.keeps_nonfinite:", "if rule.keeps_nonfinite:"),
-        ("eager-fp64-scalars", "torch.tensor(scalar, dtype=compute)", "scalar"),
         (
             "eager-fp64-in-fp32",
             "compute = torch.float64 if written[0].dtype == torch.float64 else torch.float32\n    values",

@@ -25,11 +25,7 @@ MUTANTS = [
         "batch.py",
         "test_batches.py",
         ("batch-rows-of-the-first-group", "own.reshape(-1) + len(table)", "own.reshape(-1)"),
-        (
-            "batch-scalars-of-the-first-group",
-            "np.arange(len(groups)), self.counts",
-            "0 * np.arange(len(groups)), self.counts",
-        ),
+        ("batch-scalars-of-the-first-group", "np.repeat(np.arange(count), ", "np.repeat(0 * np.arange(count), "),
         ("batch-counts-of-the-dropped", "int(sum(chosen[a:b]))", "b - a"),
         ("batch-tensors-in-tuples-unread", "if isinstance(value, (tuple, list)) and any", "if False and any"),
     ),
@@ -52,9 +48,10 @@ MUTANTS = [
     ),
     *faults(
         "optimizer.py",
-        "rules/test_references.py test_options.py test_optimizer.py contracts/test_schedulers.py",
+        "rules/test_references.py test_batches.py rules/test_prodigy.py rules/test_factored.py test_options.py "
+        "test_optimizer.py",
         ("step-maximize-ignored", "return _sign(group) * (1.0", "return (1.0"),
-        ("step-edited-lists-not-checked", "a is b and type(a) in _IMMUTABLE", "a is b"),
+        ("step-edited-lists-not-checked", "last is not None and last.fixed and", "last is not None and"),
         ("step-groups-share-a-rate", "lr.clone()", "lr"),
         ("step-fp32-states-in-bf16", "if spec.fp32:", "if False:"),
         (

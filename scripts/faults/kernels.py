@@ -84,7 +84,7 @@ MUTANTS = [
         "backends/sums.py",
         "backends/test_sums.py",
         ("sums-torch-deviation-factor", "other.to(by_row.dtype) * factor", "other.to(by_row.dtype)"),
-        ("sums-torch-in-fp32", "squares.sum(-1, dtype=torch.float64)", "squares.sum(-1)"),
+        ("sums-torch-in-fp32", "return t.sum(dim, dtype=torch.float64)", "return t.sum(dim)"),
     ),
     *faults(
         "backends/triton_lanes.py",

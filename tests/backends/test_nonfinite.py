@@ -27,3 +27,4 @@ def test_nonfinite_weights_stay(backend: str, shift: int) -> None:
     assert same_bits(p.detach()[kept], start[kept])
     assert (bits(p)[~kept] != bits(start)[~kept]).all()
     assert p.detach()[~kept].isfinite().all()
+    assert (bits(opt.state[p]["momentum_buffer"]) != 0).all()

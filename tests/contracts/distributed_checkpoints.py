@@ -128,7 +128,7 @@ def state_made_early_does_not_count(world: World, spec: Spec) -> None:
     assert_same(net, opt, *_trained_reference(spec, BEFORE))
 
 
-@check(2, 3)
+@check(2, 3, smoke=True)
 def a_first_step_with_lr_0_and_real_gradients_counts(world: World, spec: Spec) -> None:
     """A warm-up from 0: only torch's dummy step, whose gradients are all zero, is not counted.
 

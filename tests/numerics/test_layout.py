@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from subulp.numerics.layout import is_dense, layout_of, row_major_strides
+from subulp.numerics.layout import Layout, is_dense, layout_of, row_major_strides
 
 
 @pytest.mark.parametrize("shape", [(5,), (2, 3), (2, 1, 3), (2, 3, 4, 5), (1,), (), (3, 1, 1, 2)])
@@ -43,3 +43,7 @@ def test_gaps_and_overlap_are_not_dense():
     assert not is_dense(torch.empty(4, 6)[:, :3])
     assert is_dense(torch.empty(4, 6)[1:3])
     assert row_major_strides((2, 0, 3)) == (3, 3, 1)
+
+
+def test_one_dimension_begins_at_its_base_and_keeps_its_stride():
+    assert Layout(5, (6,), (2,)).indices(1, 4, torch.device("cpu")).tolist() == [7, 9, 11]

@@ -84,6 +84,16 @@ def test_groups_share_one_estimate_and_one_rate():
         train(opt, params, 1)
 
 
+def test_the_starting_point_is_kept_in_the_parameters_dtype():
+    """It is a copy: more bits would be zeros, and fewer would leave a distance from the start that is none."""
+    for dtype, state_dtype in ((torch.bfloat16, "fp32"), (torch.float32, "bf16")):
+        (p,) = make_params(((9,),), dtype)
+        start = p.detach().clone()
+        opt = subulp.Prodigy([p], state_dtype=state_dtype)
+        train(opt, [p], 1)
+        assert same_bits(opt.state[p]["p0"], start)
+
+
 def test_a_sample_takes_less_state_and_gives_a_like_estimate():
     found = {}
     for every in (1, 11):
