@@ -159,7 +159,7 @@ def test_noisy_quadratic_reaches_the_loss_of_fp32():
     }
     params = {name: Parameter(start.clone()) for name in runs}
     opts = [
-        subulp.AdamW([params[name]], weight_decay=0.0, state_dtype=dtype, stochastic_rounding=stochastic)
+        subulp.AdamW([params[name]], weight_decay=0.0, state_dtype=dtype, stochastic_rounding=stochastic, stream=0)
         for name, (dtype, stochastic) in runs.items()
     ]
     for _ in range(steps):
