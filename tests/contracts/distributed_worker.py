@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import subulp
 from tests.specs import SPECS, Spec
 
-COLLECTIVE_TIMEOUT = timedelta(seconds=30)
+COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 GROUP_TIMEOUT = 1200.0
 
 
