@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import subulp
-from subulp.numerics.noise import stream_of_name
+from subulp.numerics import streams
 
 
 class GradientRounding:
@@ -31,12 +31,9 @@ class GradientRounding:
     """
 
     def __init__(self, parameters: Iterable[Any], seed: int = 0) -> None:
-        self._parameters: list[Tensor] = []
-        self._streams: list[int] = []
-        for i, item in enumerate(parameters):
-            name, p = item if isinstance(item, tuple) else (str(i), item)
-            self._parameters.append(p)
-            self._streams.append(stream_of_name(f"reduced gradient.{name}"))
+        items = streams.named(parameters)
+        self._parameters = [p for _, p in items]
+        self._streams = streams.helper_streams("reduced gradient", [name for name, _ in items], 0)
         self._seed = seed
         self._step = 0
         self._last = 0

@@ -15,7 +15,7 @@ MUTANTS = [
         ("plan-dtypes-not-compared", "!= self.dtypes", "is None"),
         ("plan-strides-not-compared", "not all(map(Tensor.is_contiguous", "not any(map(Tensor.is_contiguous"),
         ("plan-sizes-not-compared", "!= self.numels", "is None"),
-        ("plan-old-gradients", "self.pointers = pointers\n        return True", "return True"),
+        ("plan-old-gradients", "self.pointers = pointers\n        return columns", "return columns"),
         ("plan-streams-of-others", "streams if whole else streams[chosen]", "streams"),
         ("plan-rows-of-others", "rows if whole else rows[chosen]", "rows"),
         ("plan-steps-of-others", "steps if whole else steps[chosen]", "steps"),

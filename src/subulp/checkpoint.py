@@ -90,19 +90,19 @@ def _packed(optimizer: Any, p: Tensor, group: dict[str, Any], entry: StateDict, 
     specs = optimizer.states(group, p)
     found = {s: like_state(v, p, s) for s in specs if (v := s.found_in(entry, p.shape)) is not None}
     check_state(p, found, where)
+    if "step" in entry:
+        entry["step"] = torch.tensor(_check_step(entry["step"], where), dtype=torch.float64)
     _check_complete(entry, key, specs, [spec for spec in specs if spec not in found])
     foreign = {spec.alias for spec in found} - {spec.name for spec in specs}
     entry = {k: v for k, v in entry.items() if k not in foreign}
     entry.update((spec.name, value) for spec, value in found.items())
-    if "step" in entry:
-        entry["step"] = torch.tensor(check_step("step", entry["step"], where), dtype=torch.float64)
     if "stream" in entry:
         stream = entry["stream"]
         if isinstance(stream, Tensor) and stream.is_floating_point():
             # torch casts what it does not know to the parameter's dtype. Nothing is left of a stream, and it is chosen anew.
             del entry["stream"]
         else:
-            entry["stream"] = torch.tensor(_check_stream("stream", stream, where))
+            entry["stream"] = torch.tensor(_check_stream(stream, where))
     return {k: _Box(v) if isinstance(v, Tensor) else v for k, v in entry.items()}
 
 
@@ -137,19 +137,19 @@ def _pairs(
             yield key, (p, group)
 
 
-def check_step(what: str, value: Any, where: str) -> float:
+def _check_step(value: Any, where: str) -> float:
     """A count as a number: an integer in [0, 2**53), which torch stores as a float."""
     number = _number(value)
     if number is None or not 0 <= number < 1 << 53 or number != int(number):
-        raise ValueError(f"{what}={value!r}{where}: must be one whole number in [0, 2**53).")
+        raise ValueError(f"step={value!r}{where}: must be one whole number in [0, 2**53).")
     return float(number)
 
 
-def _check_stream(what: str, value: Any, where: str) -> int:
+def _check_stream(value: Any, where: str) -> int:
     number = _number(value)
     if not isinstance(number, int) or not 0 <= number < 1 << 63:
         raise ValueError(
-            f"{what}={value!r}{where}: must be one integer in [0, 2**63). Delete it to have it chosen anew."
+            f"stream={value!r}{where}: must be one integer in [0, 2**63). Delete it to have it chosen anew."
         )
     return number
 
@@ -157,7 +157,7 @@ def _check_stream(what: str, value: Any, where: str) -> int:
 def _number(value: Any) -> int | float | None:
     """The value as a Python number; None if it is none."""
     if isinstance(value, (Tensor, np.generic, np.ndarray)):
-        if value.size != 1 if isinstance(value, (np.generic, np.ndarray)) else value.numel() != 1:
+        if (value.numel() if isinstance(value, Tensor) else value.size) != 1:
             return None
         value = value.item()
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
@@ -165,7 +165,7 @@ def _number(value: Any) -> int | float | None:
 
 def _check_complete(entry: StateDict, key: Any, specs: Sequence[State], missing: Sequence[State]) -> None:
     """A moment that begins at zero in the middle of a run, or without a count of its steps, is not what was saved."""
-    steps = check_step("step", entry.get("step", 0), f", parameter {key} of the checkpoint")
+    steps = float(entry.get("step", 0))
     names = [spec.name for spec in missing if not spec.restarts]
     if names and steps > 0:
         raise ValueError(

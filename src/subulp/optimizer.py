@@ -137,9 +137,10 @@ class Optimizer(torch.optim.Optimizer):
                     checked = check(key, group[key])
                     if checked is not group[key]:
                         group[key] = checked
-            names = [state.name for state in self.states(group) if not (state.fp32 or state.own)]
-            group["state_dtype"] = normal_state_dtype("state_dtype", group["state_dtype"], names)
-            names = [state.name for state in self.states(group)]
+            states = self.states(group)
+            free = [state.name for state in states if not (state.fp32 or state.own)]
+            group["state_dtype"] = normal_state_dtype("state_dtype", group["state_dtype"], free)
+            names = [state.name for state in states]
             group["stochastic_rounding"] = normal_rounding("stochastic_rounding", group["stochastic_rounding"], names)
         except (TypeError, ValueError, NotImplementedError) as error:
             raise type(error)(f"{error}{where}") from None
@@ -177,23 +178,23 @@ class Optimizer(torch.optim.Optimizer):
 
     def _state_of(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[p]
-        with alone_after_fork():
-            step = state.get("step")
-            device = counter_device(p, group)
-            if step is None:
-                state["step"] = torch.zeros((), dtype=torch.float64, device=device)
-            elif step.dtype != torch.float64 or step.device != device:
-                state["step"] = step.to(device, torch.float64)
-            for spec in self.states(group, p):
-                if spec.name not in state:
+        step = state.get("step")
+        device = counter_device(p, group)
+        if step is None:
+            state["step"] = torch.zeros((), dtype=torch.float64, device=device)
+        elif step.dtype != torch.float64 or step.device != device:
+            state["step"] = step.to(device, torch.float64)
+        for spec in self.states(group, p):
+            if spec.name not in state:
+                with alone_after_fork():
                     state[spec.name] = zeros_for(p, spec, _storage_dtype(p, spec, group))
-                elif state[spec.name].device != p.device:
-                    # Trainers that offload layers move parameters between steps.
-                    state[spec.name] = state[spec.name].to(p.device)
-            if "stream" not in state:
-                state["stream"] = torch.tensor(self._stream(p))
-            elif not state["stream"].is_cpu:
-                state["stream"] = state["stream"].cpu()
+            elif state[spec.name].device != p.device:
+                # Trainers that offload layers move parameters between steps.
+                state[spec.name] = state[spec.name].to(p.device)
+        if "stream" not in state:
+            state["stream"] = torch.tensor(self._stream(p))
+        elif not state["stream"].is_cpu:
+            state["stream"] = state["stream"].cpu()
         return state
 
     def _stream(self, p: Tensor) -> int:
@@ -327,8 +328,10 @@ class Optimizer(torch.optim.Optimizer):
         """The update of a batch, checked and ready to run; raises, with nothing changed, if something is invalid."""
         states = [self.state.get(p) or {} for p in batch.params]
         plan = self._plans.get(batch.key)
-        if plan is not None and plan.gather(self.rule(batch.group), batch, states, _choices(batch.group)):
-            return partial(self._run_plan, batch, states, plan)
+        if plan is not None:
+            columns = plan.gather(self.rule(batch.group), batch, states, _choices(batch.group))
+            if columns is not None:
+                return partial(self._run_plan, batch, columns, plan)
         simple = []
         for p, grad, state, group, where in zip(
             batch.params, batch.grads, states, batch.owners(), batch.where(), strict=True
@@ -344,6 +347,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _update_batch(self, batch: Batch, simple: list[bool]) -> None:
         group, rule = batch.group, self.rule(batch.group)
+        rounding = rounding_of(group["stochastic_rounding"], rule.written)
         if not all(simple):
             batch.grads = placed_like(batch.grads, batch.params)
         counts = self._counting(batch)
@@ -355,11 +359,10 @@ class Optimizer(torch.optim.Optimizer):
         states = [self._state_of(p, own) for p, own in zip(batch.params, batch.owners(), strict=True)]
         columns = [batch.params, *([state[spec.name] for state in states] for spec in rule.states)]
         if all(simple):
-            rounding = rounding_of(group["stochastic_rounding"], rule.written)
             plan = registry.make_plan(rule, columns, batch, states, rounding, _choices(group))
             if plan is not None:
                 self._plans[batch.key] = plan
-                self._run_plan(batch, states, plan)
+                self._run_plan(batch, plan.columns(batch, states), plan)
                 return
         counters = [state["step"] for state in states]
         if group["differentiable"]:
@@ -384,7 +387,7 @@ class Optimizer(torch.optim.Optimizer):
                 rule,
                 bucket,
                 seed=group["seed"],
-                stochastic=rounding_of(group["stochastic_rounding"], rule.written),
+                stochastic=rounding,
                 read_factor=_sign(group) if on_device else self._read_factor(group),
                 **(self._amp_tensors(bucket.device) if on_device else {}),
             )
@@ -430,10 +433,10 @@ class Optimizer(torch.optim.Optimizer):
             self._state_of(p, group)
         return counts
 
-    def _run_plan(self, batch: Batch, states: Sequence[dict[str, Any]], plan: Any) -> None:
+    def _run_plan(self, batch: Batch, columns: list[Sequence[Tensor]], plan: Any) -> None:
         if not self._overflowed():
             group = batch.group
-            plan.step(batch, states, self.scalars, group["seed"], self._read_factor(group))
+            plan.step(batch, columns, self.scalars, group["seed"], self._read_factor(group))
 
     # Mixed precision
 

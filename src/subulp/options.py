@@ -213,13 +213,18 @@ def _dtype_name(what: str, value: Any) -> str:
     return name
 
 
+def _by_tensor(text: str) -> dict[str, str]:
+    """The entries of ``"name:value,name:value"``."""
+    return dict(item.split(":", 1) for item in text.replace(" ", "").split(","))
+
+
 def normal_state_dtype(what: str, value: Any, states: Iterable[str]) -> str:
     """The one-string form that is kept in groups, e.g. ``"bf16"`` or ``"exp_avg:bf16,exp_avg_sq:fp32"``.
 
     A string survives every way of checkpointing; the same form is accepted from users.
     """
     if isinstance(value, str) and ":" in value:
-        value = dict(item.split(":", 1) for item in value.replace(" ", "").split(","))
+        value = _by_tensor(value)
     if not isinstance(value, Mapping):
         return _dtype_name(what, value)
     known = list(states)
@@ -234,8 +239,7 @@ def normal_state_dtype(what: str, value: Any, states: Iterable[str]) -> str:
 def normal_rounding(what: str, value: Any, states: Iterable[str]) -> bool | str:
     """The form that is kept in groups: a bool, or for a mapping a string, e.g. ``"param:True,exp_avg:False"``."""
     if isinstance(value, str) and ":" in value:
-        items = dict(item.split(":", 1) for item in value.replace(" ", "").split(","))
-        value = {key: {"true": True, "false": False}.get(flag.lower(), flag) for key, flag in items.items()}
+        value = {k: {"true": True, "false": False}.get(flag.lower(), flag) for k, flag in _by_tensor(value).items()}
     if not isinstance(value, Mapping):
         return check_flag(what, value)
     known = ["param", *states]
@@ -254,14 +258,14 @@ def rounding_of(normal: bool | str, names: Iterable[str]) -> bool | tuple[bool, 
     """Which of the tensors of these names are rounded stochastically; ``normal`` as from :func:`normal_rounding`."""
     if isinstance(normal, bool):
         return normal
-    flags = dict(item.split(":") for item in normal.split(","))
+    flags = _by_tensor(normal)
     return tuple(flags.get(name) != "False" for name in names)
 
 
 def state_dtype_of(normal: str, state: str, squared: bool, param_dtype: torch.dtype) -> torch.dtype:
     """The dtype in which one state of a parameter is stored; ``normal`` as from :func:`normal_state_dtype`."""
     if ":" in normal:
-        normal = dict(item.split(":") for item in normal.split(",")).get(state, "param")
+        normal = _by_tensor(normal).get(state, "param")
     if normal != "param":
         return _DTYPES[normal]
     return torch.bfloat16 if squared and param_dtype == torch.float16 else param_dtype

@@ -20,6 +20,8 @@ from subulp.batch import Batch, Scalars
 from subulp.rules.rule import Rule
 from subulp.torch_internals import mark_written
 
+Columns = list[Sequence[Tensor]]
+
 _COUNTERS = 2
 """The columns before the target: step and stream."""
 
@@ -44,7 +46,7 @@ class Plan:
         self.sizes = [p.numel() for p in batch.params]
         self.shapes = [p.shape for p in batch.params]
         self.numels = self.sizes * (1 + len(self.names))  # of targets and states
-        columns = self._columns(batch.params, states)
+        columns = self.columns(batch, states)
         self.ids = list(map(id, chain(*columns)))
         self.dtypes = [t.dtype for t in chain(*columns, batch.grads)]
         self.pointers = self._pointers(columns, batch.grads)
@@ -63,13 +65,13 @@ class Plan:
 
     def gather(
         self, rule: Rule, batch: Batch, states: Sequence[Mapping[str, Any]], choices: tuple[bool | str, str]
-    ) -> bool:
-        """Whether the plan still fits. If so, it has taken up the gradients' new addresses."""
-        params, grads = batch.params, batch.grads
-        if rule is not self.rule or choices != self.choices or len(params) != len(self.sizes):
-            return False
+    ) -> Columns | None:
+        """The columns, if the plan still fits; it has taken up the gradients' new addresses then. Else None."""
+        grads = batch.grads
+        if rule is not self.rule or choices != self.choices or len(batch.params) != len(self.sizes):
+            return None
         try:
-            columns = self._columns(params, states)
+            columns = self.columns(batch, states)
             if (
                 list(map(id, chain(*columns))) != self.ids
                 or [t.dtype for t in chain(*columns, grads)] != self.dtypes
@@ -79,19 +81,17 @@ class Plan:
                 or [g.shape for g in grads] != self.shapes
                 or not all(g.is_cpu for g in grads)
             ):
-                return False
+                return None
             pointers = self._pointers(columns, grads)
         except (KeyError, RuntimeError):  # a state is missing; a sparse gradient has no data pointer
-            return False
+            return None
         fixed = len(columns)
         if not (pointers[:fixed] == self.pointers[:fixed]).all():
-            return False
+            return None
         self.pointers = pointers
-        return True
+        return columns
 
-    def step(
-        self, batch: Batch, states: Sequence[Mapping[str, Any]], scalars: Scalars, seed: int, factor: float
-    ) -> None:
+    def step(self, batch: Batch, columns: Columns, scalars: Scalars, seed: int, factor: float) -> None:
         """Counts the step and updates everything."""
         steps, streams = advance(self.pointers)
         table, rows = batch.scalar_rows(scalars, steps)
@@ -107,19 +107,19 @@ class Plan:
                 seed,
                 factor,
             )
-        columns = self._columns(batch.params, states)
         mark_written(chain(columns[0], *columns[_COUNTERS:]))
 
-    def _columns(self, params: Sequence[Tensor], states: Sequence[Mapping[str, Any]]) -> list[Sequence[Tensor]]:
+    def columns(self, batch: Batch, states: Sequence[Mapping[str, Any]]) -> Columns:
+        """Steps, streams, targets and states of the batch's parameters."""
         return [
             [state["step"] for state in states],
             [state["stream"] for state in states],
-            params,
+            batch.params,
             *([state[name] for state in states] for name in self.names),
         ]
 
     @staticmethod
-    def _pointers(columns: Sequence[Sequence[Tensor]], grads: Sequence[Tensor]) -> npt.NDArray[np.int64]:
+    def _pointers(columns: Columns, grads: Sequence[Tensor]) -> npt.NDArray[np.int64]:
         count = (len(columns) + 1) * len(grads)
         flat = np.fromiter(map(Tensor.data_ptr, chain(*columns, grads)), np.int64, count)
         return flat.reshape(len(columns) + 1, len(grads))

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from subulp.numerics.noise import stream_of_name
+from subulp.options import check_counter
 
 BITS = 63
 """A stream is a number in [0, 2**63)."""
@@ -38,6 +39,13 @@ def named(parameters: Any) -> list[tuple[str | None, Tensor]]:
         if len(pair) != 2 or not isinstance(pair[0], str | None) or not isinstance(pair[1], Tensor):
             raise TypeError(f"parameters {what}; an entry is {pair!r}.")
     return pairs
+
+
+def helper_base(kind: str, names: Sequence[str | None], stream: int | None) -> int:
+    """Where the streams of a helper's tensors without names begin: at ``stream`` or, for None, apart from all others."""
+    if stream is None:
+        return next_base(kind) if None in names else 0
+    return check_counter("stream", stream, BITS)
 
 
 def helper_streams(kind: str, names: Sequence[str | None], base: int) -> list[int]:

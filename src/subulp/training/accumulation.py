@@ -61,9 +61,7 @@ class GradientAccumulation:
         self._hooks = []
         items: list[tuple[str | None, Any]] = [*streams.named(parameters)]
         names = [name for name, _ in items]
-        if stream is None:
-            stream = streams.next_base("gradient") if None in names else 0
-        base = check_counter("stream", stream, streams.BITS)
+        base = streams.helper_base("gradient", names, stream)
         for (_, p), own in zip(items, streams.helper_streams("gradient", names, base), strict=True):
             if p.requires_grad:
                 entry = _Entry(weakref.ref(p), own)

@@ -63,9 +63,7 @@ class EMA:
         self._seed = check_counter("seed", seed, 64)
         items = streams.named(parameters)
         self._names = [name for name, _ in items]
-        if stream is None:
-            stream = streams.next_base("ema") if None in self._names else 0
-        self._base = check_counter("stream", stream, streams.BITS)
+        self._base = streams.helper_base("ema", self._names, stream)
         self._streams = streams.helper_streams("ema", self._names, self._base)
         self._temp_device = temp_device
         self.ema_parameters = [p.detach().to(device=device, dtype=dtype, copy=True) for _, p in items]
