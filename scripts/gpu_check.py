@@ -131,7 +131,7 @@ def section_bits() -> None:
             wrong = sum(not same_bits(a, b) for a, b in zip(ours, cpu, strict=True))
             report(f"bits, {name}", wrong == 0, f"{len(ours)} tensors, {wrong} differ from the CPU's")
     with guarded("bits, special values"):
-        from subulp.backends import triton_gpu
+        from subulp.backends.triton import launch as triton_gpu
 
         columns = special_columns()
         ours, cpu = [t.to(DEVICE, copy=True) for t in columns], [t.clone() for t in columns]
@@ -205,7 +205,7 @@ def child(*arguments: str, timeout: float = 60.0) -> Any:
 
 
 def section_large() -> None:
-    from subulp.backends import triton_gpu
+    from subulp.backends.triton import launch as triton_gpu
 
     size = 5000 if DRY else 2**31 + 1000
     if not DRY and torch.cuda.mem_get_info()[0] < 9 * size:
@@ -232,7 +232,7 @@ def section_large() -> None:
 
 
 def section_capture() -> None:
-    from subulp.backends import triton_gpu
+    from subulp.backends.triton import launch as triton_gpu
 
     columns = [normal((1001,), i).abs() for i in range(4)]
     lr: Tensor

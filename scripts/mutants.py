@@ -20,7 +20,7 @@ Why no mutation testing library does this:
 
 Numba's cache cannot hide a fault: the copies have paths of their own, and each run gets a fresh copy of the cache that the
 unchanged copy filled. Its entries are found by path and date of the file, and by the content of the sources
-(``numba_kernel._content_key``).
+(``kernel._content_key``).
 """
 
 from __future__ import annotations

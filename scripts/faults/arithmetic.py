@@ -6,7 +6,7 @@ from faults import faults
 
 MUTANTS = [
     *faults(
-        "numerics/noise.py",
+        "formula/noise.py",
         "numerics/test_noise.py",
         ("noise-7-rounds", "PHILOX_ROUNDS = 10", "PHILOX_ROUNDS = 7"),
         ("noise-words-share-keys", "(r[2], r[3]) if word & 1 else (r[0], r[1])", "(r[0], r[1])"),
@@ -41,14 +41,14 @@ MUTANTS = [
         ("wide-16-bits-of-draw", "(kept_and_fraction + draw)", "(kept_and_fraction + (draw >> 16 << 16))"),
     ),
     *faults(
-        "numerics/ops.py",
+        "formula/ops.py",
         "numerics/test_ops.py backends/test_numba.py",
         ("ops-torchs-root", "x.double().sqrt().float()", "x.sqrt()"),
         ("ops-sign-of-zero-and-nan", "torch.where(x < 0, -1.0, x)", "torch.where(x < 0, -1.0, 0.0)"),
         ("ops-maximum-forgets-nan", "torch.maximum(a, b)", "torch.fmax(a, b)"),
     ),
     *faults(
-        "numerics/rounding.py",
+        "rounding.py",
         "numerics/test_rounding.py",
         ("rounding-offset-ignored", "[target.detach()], reads, offset)", "[target.detach()], reads, 0)"),
         ("rounding-alpha-ignored", "p + alpha * other", "p + other"),

@@ -8,7 +8,7 @@ _CHECKPOINTS = "contracts/test_checkpoints.py"
 
 MUTANTS = [
     *faults(
-        "backends/numba_plan.py",
+        "backends/numba/plan.py",
         "backends/test_plans.py",
         ("plan-rule-not-compared", "rule is not self.rule or ", ""),
         ("plan-choices-not-compared", "choices != self.choices or ", ""),
@@ -102,7 +102,7 @@ MUTANTS = [
         "rules/sgd.py", _CHECKPOINTS, ("load-sgd-starts-anew", "= torch.ones((), dtype=", "= torch.zeros((), dtype=")
     ),
     *faults(
-        "rules/rule.py",
+        "formula/rule.py",
         _CHECKPOINTS,
         ("load-other-names-unknown", "value = entry.get(self.alias)", "value = None"),
         ("load-kept-dimensions", "return value.squeeze(self.averaged)", "return value"),

@@ -9,7 +9,7 @@ _TRITON = "backends/test_triton.py"
 
 MUTANTS = [
     *faults(
-        "backends/numba_lanes.py",
+        "backends/numba/lanes.py",
         f"backends/test_nonfinite.py {_NUMBA}",
         ("numba-mix-other-shift", "x >> u32(17)", "x >> u32(16)"),
         ("numba-mix-counter-not-added", "u32(u32(x ^ (x >> u32(14))) ^ counter)", "u32(x ^ (x >> u32(14)))"),
@@ -29,7 +29,7 @@ MUTANTS = [
         ("numba-fp16-words-of-bf16", '128 + slot if d == "fp16" else slot', "slot"),
     ),
     *faults(
-        "backends/numba_body.py",
+        "backends/numba/body.py",
         f"backends/test_plans.py {_NUMBA}",
         ("numba-narrow-high-word", "else index >> i64(33)", "else index >> i64(32)"),
         ("numba-keys-of-the-first-slots", "if block != last:", "if last < i64(0):"),
@@ -42,7 +42,7 @@ MUTANTS = [
         ("numba-element-stride", "index + j * stride, scalars", "index + j, scalars"),
     ),
     *faults(
-        "backends/numba_kernel.py",
+        "backends/numba/kernel.py",
         f"numerics/test_ops.py {_NUMBA} backends/test_numba_rows.py",
         ("numba-maximum-forgets-nan", "a if (a > b or a != a) else b", "a if a > b else b"),
         ("numba-sign-of-zero-and-nan", "f32(-1) if x < f32(0) else x", "f32(-1) if x < f32(0) else f32(0)"),
@@ -55,12 +55,12 @@ MUTANTS = [
         ),
     ),
     *faults(
-        "backends/numba_cpu.py",
+        "backends/numba/launch.py",
         _NUMBA,
         ("numba-base-ignored", "table[i, 0] = layout.base", "table[i, 0] = 0"),
     ),
     *faults(
-        "backends/numba_rows.py",
+        "backends/numba/rows.py",
         "backends/test_numba_rows.py",
         ("rows-block-starts-at-the-top", "(offset[0] + number) * columns + offset[1]", "number * columns + offset[1]"),
         (
@@ -71,7 +71,7 @@ MUTANTS = [
         ("rows-narrower-than-the-whole", "(offset[0] + number) * columns +", "(offset[0] + number) * width +"),
     ),
     *faults(
-        "backends/numba_sums.py",
+        "backends/numba/sums.py",
         "backends/test_sums.py",
         ("sums-fourth-row-not-in-columns", "(s0 + s1) + (s2 + s3)", "(s0 + s1) + (s2 + s2)"),
         ("sums-one-thread-of-columns", "cols.sum(0)", "cols[0]"),
@@ -87,7 +87,7 @@ MUTANTS = [
         ("sums-torch-in-fp32", "return t.sum(dim, dtype=torch.float64)", "return t.sum(dim)"),
     ),
     *faults(
-        "backends/triton_lanes.py",
+        "backends/triton/lanes.py",
         _TRITON,
         ("triton-mix-second-key-ignored", "x ^ (x >> 11) ^ k1", "x ^ (x >> 11)"),
         (
@@ -116,7 +116,7 @@ MUTANTS = [
         ("triton-nonfinite-changes", "< _INFINITY, code, old_code", "<= _INFINITY, code, old_code"),
     ),
     *faults(
-        "backends/triton_kernel.py",
+        "backends/triton/kernel.py",
         f"{_TRITON} backends/test_triton_optimizer.py",
         ("triton-maximum-forgets-nan", "(a > b) | (a != a)", "(a > b)"),
         ("triton-sign-of-zero-and-nan", "tl.where(x < 0, -1.0, x)", "tl.where(x < 0, -1.0, 0.0)"),
@@ -130,7 +130,7 @@ MUTANTS = [
         ("triton-carry-lost", "wraps = tl.where(carry < to_end, 0, 1 +", "wraps = tl.where(carry < to_end, 0, 0 *"),
     ),
     *faults(
-        "backends/triton_tables.py",
+        "backends/triton/tables.py",
         "backends/test_triton_tables.py backends/test_triton.py",
         ("triton-odd-base-is-fast", "(layouts[:, 0] % 2 == 0)", "(layouts[:, 0] % 2 < 2)"),
         ("triton-misaligned-is-fast", "(pointers % ALIGNMENT == 0)", "(pointers % ALIGNMENT >= 0)"),
@@ -138,7 +138,7 @@ MUTANTS = [
         ("triton-two-keys-are-fast", "& (first_high == last_high)", "& (first_high <= last_high)"),
     ),
     *faults(
-        "backends/triton_gpu.py",
+        "backends/triton/launch.py",
         f"{_TRITON} backends/test_triton_optimizer.py",
         ("triton-one-step-for-all", "if (pairs == pairs[0]).all():", "if (pairs[0] == pairs[0]).all():"),
     ),

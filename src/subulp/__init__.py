@@ -2,7 +2,7 @@
 
 from subulp.convert import convert
 from subulp.factory import from_config
-from subulp.numerics.rounding import (
+from subulp.rounding import (
     add_stochastic_,
     addcdiv_stochastic_,
     copy_stochastic_,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from subulp.checks import check_state
-from subulp.rules.rule import State
+from subulp.formula.rule import State
 from subulp.sharding import counter_device, like_state
 
 StateDict = dict[str, Any]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from subulp.rules.rule import State
+from subulp.formula.rule import State
 from subulp.sharding import state_placements
 from subulp.torch_internals import is_dtensor
 

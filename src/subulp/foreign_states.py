@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subulp.rules.rule import State
+from subulp.formula.rule import State
 
 BLOCK = 2048
 """Elements that share a scale in the 8-bit format of adv_optm."""

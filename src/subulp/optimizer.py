@@ -21,6 +21,7 @@ from subulp.backends.report import BucketReport, report_group
 from subulp.batch import Batch, map_tensors
 from subulp.checkpoint import check_form, pack, unpack
 from subulp.checks import check_grad, check_param, check_state, is_plain
+from subulp.formula.rule import Rule, State
 from subulp.numerics import streams
 from subulp.options import (
     COMMON_CHECKS,
@@ -34,7 +35,6 @@ from subulp.options import (
     state_dtype_of,
     warn_of_misspelt,
 )
-from subulp.rules.rule import Rule, State
 from subulp.sharding import counter_device, is_zero, placed_like, zeros_for
 from subulp.torch_internals import is_dtensor, mark_written, opaque_to_compile
 
@@ -47,7 +47,7 @@ Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tenso
 class Optimizer(torch.optim.Optimizer):
     """Base of every subulp optimizer.
 
-    A subclass names its hyper-parameters with their checks, returns a :class:`~subulp.rules.rule.Rule` for a group and
+    A subclass names its hyper-parameters with their checks, returns a :class:`~subulp.formula.rule.Rule` for a group and
     the rule's scalars (computed in fp64, used in fp32) for a group and a step. Everything else is here: all tensors of
     a step are checked before the first one changes; each written tensor is rounded once; the noise of an element is a
     function of (seed, stream, step, slot, global index) alone, see docs/noise.md.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subulp.rules.rule import State
+from subulp.formula.rule import State
 from subulp.torch_internals import block_of, is_dtensor, local_tensor
 
 

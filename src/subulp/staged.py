@@ -15,10 +15,10 @@ from subulp.backends.bucket import single
 from subulp.backends.sums import needs_no_temporaries, square_sum
 from subulp.batch import Batch
 from subulp.checks import check_grad, check_param, check_state
+from subulp.formula.rule import Rule
 from subulp.numerics.views import flat_views
 from subulp.optimizer import Optimizer
 from subulp.options import rounding_of
-from subulp.rules.rule import Rule
 from subulp.sharding import placed_like, sum_over_shards
 from subulp.torch_internals import global_block, local_tensor
 
@@ -157,7 +157,7 @@ class Stages:
         dtypes = [*(t.dtype for t in written), self.dtype]
         if registry.choose(self.group["backend"], self.local.device, dtypes).NAME != "numba":
             return False
-        from subulp.backends import numba_rows
+        from subulp.backends.numba import rows as numba_rows
 
         if not numba_rows.can_serve(written, [self.grad]):
             return False

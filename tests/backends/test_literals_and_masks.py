@@ -11,8 +11,8 @@ import torch
 import subulp
 from subulp.backends import eager, sums
 from subulp.backends.bucket import single
+from subulp.formula.rule import Rule, State
 from subulp.numerics.views import flat_views
-from subulp.rules.rule import Rule, State
 from tests.bits import same_bits
 from tests.models import everything, generator, make_params, train
 
@@ -37,11 +37,11 @@ def results(backend: Any, dtype: torch.dtype, stochastic: bool | tuple[bool, ...
 @pytest.mark.parametrize("stochastic", [True, False, (True, False), (False, True)], ids=str)
 def test_literals_and_scalars_among_themselves_are_fp32(dtype, stochastic, monkeypatch):
     expected = results(eager, dtype, stochastic)
-    numba_cpu = pytest.importorskip("subulp.backends.numba_cpu")
+    numba_cpu = pytest.importorskip("subulp.backends.numba.launch")
     assert all(map(same_bits, results(numba_cpu, dtype, stochastic), expected))
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    from subulp.backends import triton_gpu
+    from subulp.backends.triton import launch as triton_gpu
 
     with np.errstate(all="ignore"):
         assert all(map(same_bits, results(triton_gpu, dtype, stochastic), expected))
@@ -58,8 +58,8 @@ def test_eager_uses_no_numba(cls, monkeypatch):
     options = {"lr": 1e-3} if cls in (subulp.CAME, subulp.Muon) else {}
     opt = cls(params, backend="eager", **options)
     monkeypatch.setattr(sums, "_kernels", broken)
-    monkeypatch.setattr("subulp.backends.numba_cpu.kernel_for", broken, raising=False)
-    monkeypatch.setattr("subulp.backends.numba_rows.run", broken, raising=False)
+    monkeypatch.setattr("subulp.backends.numba.launch.kernel_for", broken, raising=False)
+    monkeypatch.setattr("subulp.backends.numba.rows.run", broken, raising=False)
     train(opt, params, 2)
 
 

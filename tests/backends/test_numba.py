@@ -11,8 +11,8 @@ import torch
 import subulp
 from subulp.backends import eager, registry
 from subulp.backends.bucket import single
-from subulp.numerics.rounding import ADD, ADDCDIV, COPY, LERP
 from subulp.numerics.views import flat_views
+from subulp.rounding import ADD, ADDCDIV, COPY, LERP
 from subulp.rules.adamw import AMSGRAD, PLAIN
 from tests.bits import same_bits
 from tests.models import everything, generator, make_params, set_grads, train
@@ -21,7 +21,7 @@ from tests.specs import SPECS
 slow = pytest.mark.slow
 """On tests that compile several kernels, two seconds each where none is cached."""
 
-numba_cpu = pytest.importorskip("subulp.backends.numba_cpu")
+numba_cpu = pytest.importorskip("subulp.backends.numba.launch")
 
 B, H, F = torch.bfloat16, torch.float16, torch.float32
 ADAMW_SCALARS = (1e-5, 0.1, 0.999, 0.001, 1e-8, 1e-3, 1.2)
@@ -278,7 +278,8 @@ def test_kernels_cached_by_two_processes_do_not_mix(tmp_path):
     """Their symbols are numbered by process: with equal names one kernel would call the other's code and corrupt memory."""
     script = """
 import sys, torch
-from subulp.backends import eager, numba_cpu
+from subulp.backends import eager
+from subulp.backends.numba import launch as numba_cpu
 from subulp.backends.bucket import single
 from subulp.numerics.views import flat_views
 from subulp.rules.adamw import PLAIN

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import subulp
-from subulp.backends import numba_rows
+from subulp.backends.numba import rows as numba_rows
 from subulp.rules import adafactor, came
 from subulp.rules.came import FACTORED_ROWS
 from tests.bits import same_bits

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from subulp.backends import eager
 from subulp.backends.bucket import Bucket
+from subulp.formula.ops import absolute, div, maximum, sign, sqrt, where
+from subulp.formula.rule import Rule, State
 from subulp.numerics.layout import Layout, layout_of
-from subulp.numerics.ops import absolute, div, maximum, sign, sqrt, where
-from subulp.numerics.rounding import ADD, ADDCDIV, COPY, LERP
+from subulp.rounding import ADD, ADDCDIV, COPY, LERP
 from subulp.rules.adamw import AMSGRAD, PLAIN
-from subulp.rules.rule import Rule, State
 from tests.bits import same_bits
 
 pytest.importorskip("triton")
@@ -33,7 +33,7 @@ def _interpreter() -> Iterator[None]:
     # Triton decides when a kernel is decorated, so the backend is imported under this variable.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        import subulp.backends.triton_kernel  # noqa: F401
+        import subulp.backends.triton.kernel  # noqa: F401
 
         yield
 
@@ -91,7 +91,7 @@ def check(
     **bucket: Any,
 ) -> list[list[Tensor]]:
     """Runs both backends and compares every bit of every tensor; returns the result."""
-    from subulp.backends import triton_gpu
+    from subulp.backends.triton import launch as triton_gpu
 
     expected, actual = copies(columns), copies(columns)
     options: dict[str, Any] = {"seed": seed, "stochastic": stochastic, "read_factor": read_factor}
@@ -178,7 +178,7 @@ def test_named_functions_and_helper_formulas() -> None:
     check(NAMED, columns, scalars=[0.01])
     special = torch.tensor([0.0, -0.0, float("nan"), float("-inf"), float("inf"), 2.0, -3.0])
     a, b = (t.flatten() for t in torch.meshgrid(special, special, indexing="ij"))
-    from subulp.backends import triton_gpu
+    from subulp.backends.triton import launch as triton_gpu
 
     expected, actual = ([[a.clone()], [torch.zeros(49)], [b]] for _ in range(2))
     for backend, own in ((eager, expected), (triton_gpu, actual)):
@@ -288,7 +288,7 @@ def test_nonfinite_weights_stay_to_the_bit() -> None:
 
 
 def test_result_does_not_depend_on_the_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    from subulp.backends import triton_tables
+    from subulp.backends.triton import tables as triton_tables
 
     columns = tensors(PLAIN, [2 * 1024 + 8], [BF16] * 4)
     small = check(PLAIN, columns, seed=1)
@@ -301,7 +301,7 @@ def test_result_does_not_depend_on_the_chunk_size(monkeypatch: pytest.MonkeyPatc
 
 
 def _result(columns: Sequence[Sequence[Tensor]], bucket: dict[str, Any], **options: Any) -> list[list[Tensor]]:
-    from subulp.backends import triton_gpu
+    from subulp.backends.triton import launch as triton_gpu
 
     result = copies(columns)
     triton_gpu.run(PLAIN, bucket_of(PLAIN, result, **bucket), seed=1, stochastic=True, **options)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from subulp.backends.triton_tables import (
+from subulp.backends.triton.tables import (
     CHUNK,
     PROGRAMS,
     TILE,
@@ -106,6 +106,6 @@ def test_tables_are_found_by_content_and_the_oldest_is_dropped() -> None:
 
 
 def test_a_capture_without_a_step_before_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("subulp.backends.triton_tables.is_capturing", lambda device: True)
+    monkeypatch.setattr("subulp.backends.triton.tables.is_capturing", lambda device: True)
     with pytest.raises(RuntimeError, match="at least one step with capturable=True outside the capture"):
         DeviceTables(capacity=2).get("a", lambda: np.array([1]), CPU, capturable=True)

@@ -27,11 +27,12 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from subulp.backends import triton_gpu, triton_kernel
 from subulp.backends.bucket import Bucket
-from subulp.numerics.rounding import LERP
+from subulp.backends.triton import kernel as triton_kernel
+from subulp.backends.triton import launch as triton_gpu
+from subulp.formula.rule import Rule
+from subulp.rounding import LERP
 from subulp.rules.adamw import AMSGRAD, PLAIN
-from subulp.rules.rule import Rule
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from subulp.numerics.noise import (
+from subulp.formula.noise import (
     keyed_mix,
     narrow_draw,
     noise_word,

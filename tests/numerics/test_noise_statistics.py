@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from subulp.numerics.noise import narrow_draw, noise_word, wide_draw
+from subulp.formula.noise import narrow_draw, noise_word, wide_draw
 from tests.specs import others_slow
 
 LIMIT = 5.5

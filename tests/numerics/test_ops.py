@@ -8,10 +8,10 @@ import torch
 
 from subulp.backends import eager
 from subulp.backends.bucket import single
-from subulp.numerics import ops
-from subulp.numerics.ops import absolute, maximum, sign, where
+from subulp.formula import ops
+from subulp.formula.ops import absolute, maximum, sign, where
+from subulp.formula.rule import Rule, State
 from subulp.numerics.views import flat_views
-from subulp.rules.rule import Rule, State
 from tests.bits import same_bits
 from tests.models import generator
 
@@ -46,7 +46,7 @@ NAMED = Rule(_named, (State("x"), State("y")), reads=2, keeps_nonfinite=False)
 
 
 def test_the_cpu_kernels_give_the_same_for_zeros_and_nan():
-    numba_cpu = pytest.importorskip("subulp.backends.numba_cpu", reason="pip install numba")
+    numba_cpu = pytest.importorskip("subulp.backends.numba.launch", reason="pip install numba")
     special = torch.tensor([0.0, -0.0, NAN, -INF, INF, 2.0, -3.0])
     a, b = (t.flatten() for t in torch.meshgrid(special, special, indexing="ij"))
     results = []

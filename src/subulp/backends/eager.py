@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from subulp.backends.bucket import Bucket
-from subulp.numerics import noise
+from subulp.formula import noise
+from subulp.formula.rule import Rule, slots
 from subulp.numerics.formats import FORMATS, Draw, encode_nearest, encode_stochastic
 from subulp.numerics.layout import Layout
-from subulp.rules.rule import Rule, slots
 
 NAME = "eager"
 READS_DEVICE_STEPS = False

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from subulp.batch import Batch
-from subulp.rules.rule import Rule
+from subulp.formula.rule import Rule
 
 INSTALL_NUMBA = "pip install 'subulp[cpu]'"
 INSTALL_TRITON = "pip install triton (on Windows: triton-windows)"
@@ -92,8 +92,8 @@ def _dtype_obstacle(dtypes: tuple[torch.dtype, ...]) -> str | None:
 
 _MODULES = {
     "eager": "subulp.backends.eager",
-    "numba": "subulp.backends.numba_cpu",
-    "triton": "subulp.backends.triton_gpu",
+    "numba": "subulp.backends.numba.launch",
+    "triton": "subulp.backends.triton.launch",
 }
 _FASTEST = {"cpu": "numba", "cuda": "triton", "xpu": "triton"}
 
@@ -117,7 +117,7 @@ def make_plan(
         return None
     if not all(state["step"].is_cpu for state in states):
         return None
-    plans = importlib.import_module("subulp.backends.numba_plan")
+    plans = importlib.import_module("subulp.backends.numba.plan")
     return plans.Plan(rule, batch, states, stochastic, choices)
 
 

@@ -107,7 +107,7 @@ def _has_numba() -> bool:
 
 @cache
 def _kernels() -> Any:
-    return importlib.import_module("subulp.backends.numba_sums")
+    return importlib.import_module("subulp.backends.numba.sums")
 
 
 def _as_array(block: Tensor) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from subulp.numerics.noise import stream_of_name
+from subulp.formula.noise import stream_of_name
 from subulp.options import check_counter
 
 BITS = 63

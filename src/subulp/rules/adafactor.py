@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from subulp.formula.rule import Rule, State
 from subulp.optimizer import Params
 from subulp.options import (
     Options,
@@ -23,7 +24,6 @@ from subulp.options import (
     tuple_of,
 )
 from subulp.rules.factored import OuterProduct, factored_states, inverse_root, size_of_update, update_of, whole_state
-from subulp.rules.rule import Rule, State
 from subulp.staged import StagedOptimizer, Stages
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from subulp.numerics.ops import maximum
+from subulp.formula.ops import maximum
+from subulp.formula.rule import Rule
 from subulp.optimizer import Optimizer, Params
 from subulp.options import Options, check_flag
 from subulp.rules.adamw import AMSGRAD as DECOUPLED_AMSGRAD
 from subulp.rules.adamw import PLAIN as DECOUPLED
 from subulp.rules.adamw import AdamW, change, moments
-from subulp.rules.rule import Rule
 
 
 def adam(p, g, m, v, decay, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, rsqrt_bias2):  # type: ignore[no-untyped-def]

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 from typing_extensions import Unpack
 
-from subulp.numerics.ops import div, maximum, sqrt
+from subulp.formula.ops import div, maximum, sqrt
+from subulp.formula.rule import Rule, State
 from subulp.optimizer import Optimizer, Params
 from subulp.options import Options, check_betas, check_flag, check_nonnegative
-from subulp.rules.rule import Rule, State
 
 
 def moments(g, m, v, one_minus_beta1, beta2, one_minus_beta2):  # type: ignore[no-untyped-def]

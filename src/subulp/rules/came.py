@@ -9,6 +9,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from subulp.backends.sums import deviation_square_sums
+from subulp.formula.rule import Rule, State
 from subulp.optimizer import Params
 from subulp.options import Options, check_flag, check_fraction, check_nonnegative, check_positive, tuple_of
 from subulp.rules.factored import (
@@ -20,7 +21,6 @@ from subulp.rules.factored import (
     update_of,
     whole_state,
 )
-from subulp.rules.rule import Rule, State
 from subulp.staged import StagedOptimizer, Stages
 from subulp.torch_internals import local_tensor
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from subulp.backends.sums import square_sums, weighted_block, weighted_square_sum
-from subulp.numerics.ops import div, sqrt
-from subulp.rules.rule import State
+from subulp.formula.ops import div, sqrt
+from subulp.formula.rule import State
 from subulp.sharding import sum_over_shards
 from subulp.staged import Stages
 from subulp.torch_internals import local_tensor

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 from typing_extensions import Unpack
 
-from subulp.numerics.ops import sign
+from subulp.formula.ops import sign
+from subulp.formula.rule import Rule, State
 from subulp.optimizer import Optimizer, Params
 from subulp.options import Options, check_betas, check_nonnegative
-from subulp.rules.rule import Rule, State
 
 
 def lion(p, g, m, decay, lr, one_minus_beta1, one_minus_beta2):  # type: ignore[no-untyped-def]

@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from subulp.batch import Batch
+from subulp.formula.rule import Rule, State
 from subulp.optimizer import Optimizer, Params
 from subulp.options import (
     Options,
@@ -29,7 +30,6 @@ from subulp.options import (
 from subulp.rules.adamw import PLAIN as ADAMW
 from subulp.rules.adamw import scalars_of
 from subulp.rules.muon_groups import VIEWS, checked_adam, checked_grouping, matrices_of, split
-from subulp.rules.rule import Rule, State
 from subulp.sharding import part_of, whole_of
 from subulp.staged import StagedOptimizer, Stages
 

@@ -12,7 +12,8 @@ from typing_extensions import Unpack
 
 from subulp.backends.sums import total_of
 from subulp.batch import Batch
-from subulp.numerics.ops import div, sqrt
+from subulp.formula.ops import div, sqrt
+from subulp.formula.rule import Rule, State
 from subulp.optimizer import Params
 from subulp.options import (
     Options,
@@ -25,7 +26,6 @@ from subulp.options import (
     check_positive,
     optional,
 )
-from subulp.rules.rule import Rule, State
 from subulp.sharding import sum_over_shards
 from subulp.staged import StagedOptimizer, Stages
 from subulp.torch_internals import is_dtensor, local_tensor

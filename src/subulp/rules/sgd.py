@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from subulp.formula.rule import Rule, State
 from subulp.optimizer import Optimizer, Params
 from subulp.options import Options, check_flag, check_nonnegative
-from subulp.rules.rule import Rule, State
 
 
 def sgd(p, g, decay, lr):  # type: ignore[no-untyped-def]

@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 from typing_extensions import Unpack
 
-from subulp.numerics.ops import sign
+from subulp.formula.ops import sign
+from subulp.formula.rule import Rule, State
 from subulp.optimizer import Optimizer, Params
 from subulp.options import Options, check_fraction, check_nonnegative
-from subulp.rules.rule import Rule, State
 
 
 def signsgd(p, g, decay, lr):  # type: ignore[no-untyped-def]

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from subulp.numerics import streams
-from subulp.numerics.rounding import add_stochastic_
 from subulp.options import check_counter
+from subulp.rounding import add_stochastic_
 
 
 class GradientAccumulation:

@@ -14,8 +14,8 @@ from subulp.backends import registry
 from subulp.backends.bucket import make_buckets
 from subulp.checks import is_plain
 from subulp.numerics import streams
-from subulp.numerics.rounding import LERP
 from subulp.options import check_counter, check_fraction
+from subulp.rounding import LERP
 
 Named = Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from subulp.backends import registry
 from subulp.backends.bucket import single
+from subulp.formula.ops import div
+from subulp.formula.rule import Rule
 from subulp.numerics.formats import FORMATS
-from subulp.numerics.ops import div
 from subulp.numerics.views import flat_views
 from subulp.options import as_real, check_counter
-from subulp.rules.rule import Rule
 
 
 def _copy(p, source):  # type: ignore[no-untyped-def]

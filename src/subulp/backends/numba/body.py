@@ -1,14 +1,14 @@
 """The kernel itself, in the subset of Python that Numba compiles: chunks, rows, segments, pairs of elements.
 
 The names in capitals and the functions set to None here are filled in for each specialisation, by
-``numba_kernel.kernel_for``, before the functions are compiled.
+``kernel.kernel_for``, before the functions are compiled.
 """
 
 from typing import Any
 
 import numpy as np
 
-from subulp.numerics.noise import PHILOX_M0, PHILOX_M1, PHILOX_ROUNDS, PHILOX_W0, PHILOX_W1
+from subulp.formula.noise import PHILOX_M0, PHILOX_M1, PHILOX_ROUNDS, PHILOX_W0, PHILOX_W1
 
 u32, u64, i64 = np.uint32, np.uint64, np.int64
 
@@ -35,7 +35,7 @@ take_next: Any = None
 
 
 def philox(seed, stream, step, block):  # type: ignore[no-untyped-def]
-    """``subulp.numerics.noise.philox4x32`` of one block of keys."""
+    """``subulp.formula.noise.philox4x32`` of one block of keys."""
     c0, c1, c2 = u64(step & i64(0xFFFFFFFF)), u64(stream & i64(0xFFFFFFFF)), u64(stream >> i64(32))
     c3 = u64(block) & u64(0xFFFFFFFF)
     k0, k1 = u64(seed & u64(0xFFFFFFFF)), u64(seed >> u64(32))

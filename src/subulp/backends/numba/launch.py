@@ -18,9 +18,9 @@ from torch import Tensor
 
 from subulp.backends.bucket import Bucket
 from subulp.backends.forks import wait_for_all
-from subulp.backends.numba_kernel import advance_kernel, kernel_for
+from subulp.backends.numba.kernel import advance_kernel, kernel_for
+from subulp.formula.rule import Rule, slots
 from subulp.numerics.layout import Layout
-from subulp.rules.rule import Rule, slots
 
 NAME = "numba"
 READS_DEVICE_STEPS = False

@@ -58,7 +58,7 @@ class State:
 class Rule:
     """An elementwise update ``formula(p, *reads, *states, *scalars) -> (p, *states)``.
 
-    The formula is one plain function over ``+ - *``, comparisons and the names in ``subulp.numerics.ops``. Every backend
+    The formula is one plain function over ``+ - *``, comparisons and the names in ``subulp.formula.ops``. Every backend
     compiles this very function between a generic load to fp32 and a generic store. ``reads`` are tensors that are only
     read (a gradient). The written tensors, the target first, take noise slots 0, 1, 2, ...
     """

@@ -18,7 +18,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from subulp.backends.triton_lanes import (
+from subulp.backends.triton.lanes import (
     FORMATS,
     code_of,
     element_address,
@@ -31,9 +31,9 @@ from subulp.backends.triton_lanes import (
     store_singles,
     value_of,
 )
-from subulp.backends.triton_tables import CHUNK_FIELDS, ROW_FIELDS, TILE, VECTOR
-from subulp.numerics import ops
-from subulp.rules.rule import Rule, slots
+from subulp.backends.triton.tables import CHUNK_FIELDS, ROW_FIELDS, TILE, VECTOR
+from subulp.formula import ops
+from subulp.formula.rule import Rule, slots
 
 THREADS = 128
 """Threads of a program: a tile is four pairs for each."""
@@ -132,7 +132,7 @@ def update(
 ):
     """Updates one chunk.
 
-    Shapes: ``table`` int64 (tensors, COLUMNS + 4 + 2 * DIMS) and ``chunks`` int64 (programs, 6), see triton_tables.py;
+    Shapes: ``table`` int64 (tensors, COLUMNS + 4 + 2 * DIMS) and ``chunks`` int64 (programs, 6), see tables.py;
     ``steps`` int64 (lines,); ``scalar_table`` fp32 (lines, SCALARS); ``found_inf`` and ``grad_scale`` fp32 of one
     element, read if the flags say so. FORMATS has two bits for each column, STOCHASTIC one for each written one, the first
     column's lowest.

@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from subulp.numerics.noise import MIX_C0, MIX_C1, MIX_C2
+from subulp.formula.noise import MIX_C0, MIX_C1, MIX_C2
 
 u32, u64, i32, f32 = np.uint32, np.uint64, np.int32, np.float32
 
@@ -27,7 +27,7 @@ _FLOAT = ir.FloatType()
 
 
 def mix(counter, k0, k1):  # type: ignore[no-untyped-def]
-    """``subulp.numerics.noise.keyed_mix`` on uint32."""
+    """``subulp.formula.noise.keyed_mix`` on uint32."""
     x = u32(counter ^ k0)
     x = u32(u32(x ^ (x >> u32(17))) * u32(MIX_C0))
     x = u32(u32(x ^ (x >> u32(11))) ^ k1)

@@ -1,4 +1,4 @@
-"""Noise, formats, loads and stores of the Triton kernel: its twins of numerics/noise.py and numerics/formats.py.
+"""Noise, formats, loads and stores of the Triton kernel: its twins of formula/noise.py and numerics/formats.py.
 
 A *code* is the stored form of an element in a 32-bit register: bf16 in the high half (so that it is the fp32 of that
 value), fp16 in the low half, fp32 as it is. A pair of elements is one word in memory: 32 bits for a 16-bit format (even
@@ -15,7 +15,7 @@ takes no strings in tuples.
 import triton
 import triton.language as tl
 
-from subulp.numerics import noise
+from subulp.formula import noise
 
 FORMATS = {"bf16": 0, "fp16": 1, "fp32": 2}
 
@@ -180,7 +180,7 @@ def code_of(
     return code
 
 
-# Memory. Addresses are int64 and come from a table. Those of pairs are multiples of 16: triton_tables.fast_tensors.
+# Memory. Addresses are int64 and come from a table. Those of pairs are multiples of 16: tables.fast_tensors.
 
 
 @triton.jit

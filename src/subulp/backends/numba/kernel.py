@@ -18,10 +18,10 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from subulp.backends import numba_body
-from subulp.backends.numba_lanes import Lanes
-from subulp.numerics import ops
-from subulp.rules.rule import Rule
+from subulp.backends.numba import body as numba_body
+from subulp.backends.numba.lanes import Lanes
+from subulp.formula import ops
+from subulp.formula.rule import Rule
 
 i64, f32 = np.int64, np.float32
 
@@ -225,8 +225,8 @@ def _content_key(*parts: Any) -> int:
     """Changes whenever the sources, the versions or the specialisation do: numba itself looks at one file's date only."""
     digest = hashlib.blake2b(digest_size=7)
     here = Path(__file__)
-    noise = here.parent.parent / "numerics" / "noise.py"
-    for path in (here, here.with_name("numba_body.py"), here.with_name("numba_lanes.py"), noise):
+    noise = here.parents[2] / "formula" / "noise.py"
+    for path in (here, here.with_name("body.py"), here.with_name("lanes.py"), noise):
         digest.update(path.read_bytes())
     for part in (numba.__version__, llvmlite.__version__, *parts):
         digest.update(repr(part).encode())

@@ -21,8 +21,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from subulp.backends.forks import wait_for_all
-from subulp.backends.numba_cpu import ELEMENTS_PER_THREAD, thread_pool
-from subulp.backends.numba_kernel import cached_jit
+from subulp.backends.numba.kernel import cached_jit
+from subulp.backends.numba.launch import ELEMENTS_PER_THREAD, thread_pool
 
 STRIP = 64
 """Rows whose column sums are added by one thread."""

@@ -1,6 +1,6 @@
 """The GPU backend: one Triton launch for a bucket of any number of tensors.
 
-The kernel (triton_kernel.py) finds its tensors in two tables on the device (triton_tables.py): a row for each tensor,
+The kernel (kernel.py) finds its tensors in two tables on the device (tables.py): a row for each tensor,
 and a map from programs to chunks. The step and the scalars are a third, tiny table: uploaded every step, or made on the
 device for graph capture. They are values, not constants: a change of learning rate compiles nothing.
 """
@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subulp.backends import triton_kernel
 from subulp.backends.bucket import Bucket
-from subulp.backends.triton_tables import (
+from subulp.backends.triton import kernel as triton_kernel
+from subulp.backends.triton.tables import (
     DeviceTables,
     Table,
     chunk_map,
@@ -26,7 +26,7 @@ from subulp.backends.triton_tables import (
     layout_table,
     upload,
 )
-from subulp.rules.rule import Rule
+from subulp.formula.rule import Rule
 
 NAME = "triton"
 READS_DEVICE_STEPS = True

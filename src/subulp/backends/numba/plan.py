@@ -15,9 +15,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from subulp.backends.numba_cpu import Launch, advance
+from subulp.backends.numba.launch import Launch, advance
 from subulp.batch import Batch, Scalars
-from subulp.rules.rule import Rule
+from subulp.formula.rule import Rule
 from subulp.torch_internals import mark_written
 
 Columns = list[Sequence[Tensor]]

@@ -1,4 +1,4 @@
-"""A matrix updated with a factor for each row and each column, in the one native call of ``numba_cpu``.
+"""A matrix updated with a factor for each row and each column, in the one native call of ``launch``.
 
 Every row is a tensor of the bucket: the factors of its row are scalars, and those of the columns are tensors that all rows
 read. So the update of Adafactor and CAME needs no temporary of the matrix's shape.
@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from subulp.backends.numba_cpu import FORMATS, Launch
-from subulp.rules.rule import Rule
+from subulp.backends.numba.launch import FORMATS, Launch
+from subulp.formula.rule import Rule
 from subulp.torch_internals import mark_written
 
 NARROW = 128

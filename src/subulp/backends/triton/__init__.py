@@ -1,0 +1,1 @@
+"""The GPU backend: the same, compiled by Triton into one launch."""

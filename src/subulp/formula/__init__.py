@@ -1,0 +1,1 @@
+"""What decides a bit, written once: the named functions of formulas, noise, and how rules are composed."""
