@@ -14,9 +14,9 @@ from subulp.backends import registry
 from subulp.backends.bucket import single
 from subulp.formula.ops import div
 from subulp.formula.rule import Rule
-from subulp.numerics.formats import FORMATS
 from subulp.numerics.views import flat_views
 from subulp.options import as_real, check_counter
+from subulp.storage import ROUNDED
 
 
 def _copy(p, source):  # type: ignore[no-untyped-def]
@@ -35,12 +35,12 @@ def _lerp(p, end, weight):  # type: ignore[no-untyped-def]
     return (p + weight * (end - p),)
 
 
-COPY = Rule(_copy, keeps_nonfinite=False, raw=True)
-ADD = Rule(_add, scalars=1, keeps_nonfinite=False)
-ADDCDIV = Rule(_addcdiv, reads=2, scalars=1, keeps_nonfinite=False)
-LERP = Rule(_lerp, scalars=1, keeps_nonfinite=False)
+COPY = Rule(_copy, reads=("source",), keeps_nonfinite=False, raw=True)
+ADD = Rule(_add, reads=("other",), keeps_nonfinite=False)
+ADDCDIV = Rule(_addcdiv, reads=("numerator", "denominator"), keeps_nonfinite=False)
+LERP = Rule(_lerp, reads=("end",), keeps_nonfinite=False)
 
-_FLOATS = (torch.float32, torch.float64, *FORMATS)
+_FLOATS = (torch.float32, torch.float64, *ROUNDED)
 
 
 def round_stochastic(
@@ -65,8 +65,8 @@ def round_stochastic(
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"x is a {type(x).__name__}: pass a tensor, e.g. torch.tensor(x).")
-    if dtype not in FORMATS and dtype != torch.float32:
-        raise ValueError(f"dtype={dtype}: stochastic rounding targets {_names(FORMATS)} (and torch.float32, exact).")
+    if dtype not in ROUNDED and dtype != torch.float32:
+        raise ValueError(f"dtype={dtype}: stochastic rounding targets {_names(ROUNDED)} (and torch.float32, exact).")
     target = torch.empty_like(x, dtype=dtype, requires_grad=False)
     return copy_stochastic_(target, x, seed=seed, stream=stream, step=step, offset=offset)
 

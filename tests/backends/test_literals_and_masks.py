@@ -17,12 +17,12 @@ from tests.bits import same_bits
 from tests.models import everything, generator, make_params, train
 
 
-def with_literals(p, g, m, a, b):
+def with_literals(p, m, g, a, b):
     m = m * 0.9 + 3 * g
     return p - (0.1 * p + a * b * 2.0 * m), m
 
 
-LITERALS = Rule(with_literals, (State("m"),), scalars=2)
+LITERALS = Rule(with_literals, (State("m"),))
 
 
 def results(backend: Any, dtype: torch.dtype, stochastic: bool | tuple[bool, ...] = True) -> list[torch.Tensor]:

@@ -32,7 +32,7 @@ def tensors(rule, dtypes, shape, seed=0):
     g = generator(seed)
     written = [torch.randn(shape, generator=g) for _ in range(1 + len(rule.states))]
     written[2:] = [t.square() for t in written[2:]]
-    reads = [torch.randn(shape, generator=g) for _ in range(rule.reads)]
+    reads = [torch.randn(shape, generator=g) for _ in range(len(rule.reads))]
     return [t.to(d) for t, d in zip((*written, *reads), dtypes, strict=True)]
 
 
@@ -41,7 +41,7 @@ def compare(rule, inputs, scalars, stochastic=True, base=0, threads=None, arrang
     results = []
     for backend in (eager, numba_cpu):
         copies = [arrange(t.clone()) for t in inputs]
-        views = flat_views(copies[: -rule.reads], copies[-rule.reads :], base)
+        views = flat_views(copies[: -len(rule.reads)], copies[-len(rule.reads) :], base)
         bucket = single(views, 5, 7, scalars)
         backend.run(rule, bucket, seed=0x123456789ABCDEF, stochastic=stochastic, read_factor=-1.0)
         results.append(copies)
@@ -137,7 +137,8 @@ def test_rounding_rules_with_special_values(rule, scalars, target):
         2.0**-24,
     ]
     reads = [
-        torch.cat([torch.tensor(special), torch.randn(500, generator=g) * 10.0 ** (k - 3)]) for k in range(rule.reads)
+        torch.cat([torch.tensor(special), torch.randn(500, generator=g) * 10.0 ** (k - 3)])
+        for k in range(len(rule.reads))
     ]
     if rule is COPY:
         nans = torch.tensor([0x7F800001, 0x7FFFFFFF, -1, -0x7FFFFF, 0x7FC00000], dtype=torch.int32).view(F)

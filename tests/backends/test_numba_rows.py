@@ -64,10 +64,10 @@ def test_formulas_by_rows_are_those_of_the_product():
     pairs = [
         (adafactor.adafactor_rows(p, g, c, r, *scalars[:2]), adafactor.adafactor(p, r * c * g, *scalars[:2])),
         (
-            adafactor.adafactor_momentum_rows(p, g, c, m, r, *scalars),
-            adafactor.adafactor_momentum(p, r * c * g, m, *scalars),
+            adafactor.adafactor_momentum_rows(p, m, g, c, r, *scalars),
+            adafactor.adafactor_momentum(p, m, r * c * g, *scalars),
         ),
-        (came.came_rows(p, g, c, d, m, r, s, *scalars, 0.1), came.came(p, r * c * g, s * d, m, *scalars, 0.1)),
+        (came.came_rows(p, m, g, c, d, r, s, *scalars, 0.1), came.came(p, m, r * c * g, s * d, *scalars, 0.1)),
     ]
     for by_rows, by_blocks in pairs:
         assert all(map(same_bits, by_rows, by_blocks))

@@ -41,7 +41,7 @@ def _interpreter() -> Iterator[None]:
 def tensors(rule: Rule, sizes: Sequence[int], dtypes: Sequence[torch.dtype], seed: int = 0) -> list[list[Tensor]]:
     """Columns of random tensors: the target, the states (squares are positive), the reads."""
     generator = torch.Generator().manual_seed(seed)
-    positive = [False, *(state.squared for state in rule.states), *(False for _ in range(rule.reads))]
+    positive = [False, *(state.squared for state in rule.states), *(False for _ in rule.reads)]
     columns = []
     for dtype, squared in zip(dtypes, positive, strict=True):
         values = [torch.randn(n, generator=generator) for n in sizes]
@@ -148,23 +148,23 @@ def test_maximize() -> None:
 @pytest.mark.parametrize("rule", [COPY, ADD, ADDCDIV, LERP])
 @pytest.mark.parametrize("dtype", [BF16, pytest.param(FP16, marks=slow)])
 def test_rounding_primitives(rule: Rule, dtype: torch.dtype) -> None:
-    columns = tensors(rule, [77], [dtype] + [FP32] * rule.reads)
-    check(rule, columns, scalars=[0.3] * rule.scalars)
+    columns = tensors(rule, [77], [dtype] + [FP32] * len(rule.reads))
+    check(rule, columns, scalars=[0.3] * len(rule.scalars))
 
 
 def _helper(x: Any, y: Any) -> Any:
     return where(x > y, absolute(x), -y)
 
 
-def _named(p, g, s, a):
+def _named(p, s, g, a):
     s = maximum(s, _helper(g, p))
     return p - a * sign(g) * sqrt(absolute(div(g, s))), s
 
 
-NAMED = Rule(_named, (State("s"),), scalars=1)
+NAMED = Rule(_named, (State("s"),))
 
 
-def _signs(p, g, s):
+def _signs(p, s, g):
     return maximum(p, g), sign(g)
 
 

@@ -33,6 +33,7 @@ from subulp.backends.triton import launch as triton_gpu
 from subulp.formula.rule import Rule
 from subulp.rounding import LERP
 from subulp.rules.adamw import AMSGRAD, PLAIN
+from subulp.storage import CODECS
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -71,7 +72,8 @@ _PIPES = (
 def compile_for(target: str, case: str, **options: Any) -> Any:
     """The compiled kernel: ``asm`` has every stage of it. ``options`` override the compiler options of the backend."""
     rule, formats, stochastic = CASES[case]
-    constants = triton_kernel.constants(rule, formats, 1, stochastic)
+    codecs = {codec.name: codec for codec in CODECS.values()}
+    constants = triton_kernel.constants(rule, tuple(codecs[name] for name in formats), 1, stochastic)
     signature = {**_POINTERS, **dict.fromkeys(constants, "constexpr")}
     gpu = TARGETS[target]
     source = ASTSource(triton_kernel.update, signature, constants)

@@ -6,24 +6,43 @@ import numpy as np
 import pytest
 import torch
 
-from subulp.numerics.formats import BF16, E4M3, E5M2, FORMATS, FP16, Format, encode_nearest, encode_stochastic
+from subulp.backends.eager import load, store
+from subulp.formula.words import Word
+from subulp.storage import CODECS
+from subulp.storage.bf16 import BF16
+from subulp.storage.codec import Codec
+from subulp.storage.e4m3 import E4M3
+from subulp.storage.e5m2 import E5M2
+from subulp.storage.fp16 import FP16
 from tests.bits import bits, same_bits
 
 ALL_DRAWS_16 = torch.arange(1 << 16, dtype=torch.int32)
 WIDE = [FP16, E4M3, E5M2]
+FORMATS = {dtype: codec for dtype, codec in CODECS.items() if codec.draw_bits}
 
 
-def encode(x: torch.Tensor, fmt: Format, draw: torch.Tensor | int) -> torch.Tensor:
-    kind = torch.int64 if fmt.wide else torch.int32
-    draws = torch.as_tensor(draw, dtype=kind).expand(x.shape)
-    return encode_stochastic(x, fmt, lambda wide: draws)
+def stored(x: torch.Tensor, fmt: Codec, code: Word) -> torch.Tensor:
+    result = torch.empty(x.shape, dtype=fmt.dtype)
+    store(result, code)
+    return result
+
+
+def encode(x: torch.Tensor, fmt: Codec, draw: torch.Tensor | int) -> torch.Tensor:
+    draws = torch.as_tensor(draw, dtype=torch.int64).expand(x.shape)
+    words = Word(torch.where(draws >= 1 << 31, draws - (1 << 32), draws).to(torch.int32))
+    quiet = fmt.quiet(x) if fmt.quiet is not None else x
+    return stored(x, fmt, fmt.encode(quiet, words))
+
+
+def encode_nearest(x: torch.Tensor, fmt: Codec) -> torch.Tensor:
+    return stored(x, fmt, fmt.nearest(x))
 
 
 def from_bits(*patterns: int) -> torch.Tensor:
     return torch.from_numpy(np.array(patterns, dtype=np.uint32).view(np.float32).copy())
 
 
-def every_value(fmt: Format) -> torch.Tensor:
+def every_value(fmt: Codec) -> torch.Tensor:
     codes = torch.arange(1 << (8 * fmt.dtype.itemsize))
     return codes.to(torch.int16 if fmt.dtype.itemsize == 2 else torch.uint8).view(fmt.dtype)
 
@@ -92,7 +111,7 @@ def test_wide_formats_round_up_with_the_right_probability(fmt):
 def test_every_representable_value_is_a_fixed_point(fmt, stochastic):
     values = every_value(fmt)
     nan = values.float().isnan()
-    for draw in (0, 1, 0x8000, 0xFFFF, *((0x80000000, 0xFFFFFFFF) if fmt.wide else ())):
+    for draw in (0, 1, 0x8000, 0xFFFF, *((0x80000000, 0xFFFFFFFF) if fmt in WIDE else ())):
         result = encode(values.float(), fmt, draw) if stochastic else encode_nearest(values.float(), fmt)
         assert same_bits(result[~nan], values[~nan])
         assert result[nan].float().isnan().all()
@@ -103,7 +122,7 @@ def test_nan_of_every_kind_stays_nan_with_its_sign(fmt):
     patterns = [0x7F800001, 0x7FBFFFFF, 0x7FC00000, 0x7FFFFFFF, 0x7F80FFFF, 0x7F810000, 0x7FFF0001]
     x = from_bits(*patterns, *(p | 0x80000000 for p in patterns))
     for draw in (0, 1, 0x7FFF, 0x8000, 0xFFFF):
-        for result in (encode(x, fmt, draw), encode_nearest(x, fmt) if fmt is BF16 else encode(x, fmt, draw)):
+        for result in (encode(x, fmt, draw), encode_nearest(x, fmt)):
             assert result.float().isnan().all()
             sign = bits(result) < 0 if result.element_size() == 2 else bits(result) >= 0x80
             assert sign.tolist() == [False] * len(patterns) + [True] * len(patterns)
@@ -115,7 +134,7 @@ def test_infinities_stay_and_finite_values_stay_finite(fmt):
     infinity = torch.tensor([math.inf, -math.inf])
     finite = torch.tensor([largest, largest * 1.0001, 3.3895313e38, 3.4028235e38, largest * 1.5])
     finite = finite[finite.isfinite()]
-    for draw in (0, 1, 0xFFFF, *((0xFFFFFFFF,) if fmt.wide else ())):
+    for draw in (0, 1, 0xFFFF, *((0xFFFFFFFF,) if fmt in WIDE else ())):
         kept = encode(infinity, fmt, draw).float()
         assert kept.isnan().all() if fmt is E4M3 else torch.equal(kept, infinity)
         for sign in (1, -1):
@@ -156,3 +175,29 @@ def test_wide_subnormals_are_unbiased_in_the_mean(fmt):
         x = torch.full((n,), step * share)
         ups = int((encode(x, fmt, draws).float() > 0).sum())
         assert abs(ups - n * share) / math.sqrt(n * share * (1 - share)) < 5.5
+
+
+@pytest.mark.parametrize("fmt", CODECS.values(), ids=lambda f: str(f.dtype))
+def test_decoding_is_torchs_for_every_code(fmt):
+    values = every_value(fmt) if fmt.bits < 32 else from_bits(*range(0, 1 << 32, 9973))
+    decoded, expected = fmt.decode(load(values)), values.float()
+    numbers = ~expected.isnan()
+    assert same_bits(decoded[numbers], expected[numbers])
+    assert torch.equal(decoded.isnan(), ~numbers)
+    assert torch.equal(decoded.signbit(), expected.signbit())
+
+
+@pytest.mark.parametrize("fmt", [FP16, E5M2], ids=lambda f: str(f.dtype))
+def test_nearest_is_torchs_for_every_number(fmt):
+    x = from_bits(*range(0, 1 << 32, 9973))
+    ties = (every_value(fmt).float()[:-1] + every_value(fmt).float()[1:]) / 2
+    x = torch.cat([x, ties])
+    x = x[~x.isnan()]
+    assert same_bits(encode_nearest(x, fmt), x.to(fmt.dtype))
+
+
+def test_nearest_e4m3_saturates():
+    """torch versions differ in what becomes of numbers beyond the largest one; here finite stays finite."""
+    x = from_bits(*range(0, 1 << 32, 9973))
+    x = x[x.isfinite()]
+    assert same_bits(encode_nearest(x, E4M3), x.clamp(-448.0, 448.0).to(E4M3.dtype))

@@ -5,15 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from subulp.formula.noise import (
-    keyed_mix,
-    narrow_draw,
-    noise_word,
-    philox4x32,
-    stream_of_name,
-    wide_draw,
-    word_keys,
-)
+from subulp.formula.noise import keyed_mix, philox
+from subulp.formula.words import Word
+from subulp.numerics.draws import word_keys
+from subulp.numerics.streams import stream_of_name
+from tests.numerics.noises import narrow_draw, noise_word, wide_draw
 
 # Random123 1.14, kat_vectors, "philox4x32 10".
 KNOWN_ANSWERS = [
@@ -29,7 +25,7 @@ KNOWN_ANSWERS = [
 
 @pytest.mark.parametrize(("counter", "key", "answer"), KNOWN_ANSWERS)
 def test_philox_known_answers(counter, key, answer):
-    assert philox4x32(counter, key) == answer
+    assert tuple(word.integers() for word in philox(*map(Word, (*counter, *key)))) == answer
 
 
 def test_words_follow_the_specification_from_integers_alone():
@@ -47,7 +43,7 @@ def test_words_follow_the_specification_from_integers_alone():
     for k0, k1 in [(0, 0), (1, 0), (0, 1), (0xDEADBEEF, 0x12345678), (0xFFFFFFFF, 0x80000000)]:
         signed = torch.tensor(counters).to(torch.int64)
         low = torch.where(signed >= 2**31, signed - 2**32, signed).to(torch.int32)
-        words = keyed_mix(low, k0, k1).to(torch.int64) & 0xFFFFFFFF
+        words = keyed_mix(Word(low), Word(k0), Word(k1)).integers()
         assert words.tolist() == [mix(c, k0, k1) for c in counters]
 
 
@@ -63,7 +59,7 @@ def test_words_repeat_as_often_as_independent_ones():
 
 def test_narrow_draws_are_the_halves_of_one_word():
     index = torch.arange(10)
-    word = noise_word(torch.arange(5), seed=7, stream=8, step=9, word=2).to(torch.int64) & 0xFFFFFFFF
+    word = noise_word(torch.arange(5), seed=7, stream=8, step=9, word=2)
     draws = narrow_draw(index, seed=7, stream=8, step=9, slot=2)
     assert torch.equal(draws[0::2].to(torch.int64), word & 0xFFFF)
     assert torch.equal(draws[1::2].to(torch.int64), word >> 16)

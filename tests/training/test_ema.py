@@ -9,7 +9,7 @@ import torch
 from torch.nn import Parameter
 
 import subulp
-from subulp.formula.noise import stream_of_name
+from subulp.numerics.streams import stream_of_name
 from tests.bits import same_bits
 from tests.models import make_params
 

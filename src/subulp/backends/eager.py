@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from subulp.backends.bucket import Bucket
-from subulp.formula import noise
 from subulp.formula.rule import Rule, slots
-from subulp.numerics.formats import FORMATS, Draw, encode_nearest, encode_stochastic
+from subulp.formula.words import Word
+from subulp.numerics.draws import draw
 from subulp.numerics.layout import Layout
+from subulp.storage import CODECS
+from subulp.storage.codec import Codec
+from subulp.storage.element import element_of
 
 NAME = "eager"
 READS_DEVICE_STEPS = False
 
 CHUNK = 1 << 18
 """Elements updated at a time: about 30 temporaries of 1 MiB."""
+
+_CARRIERS = {8: torch.uint8, 16: torch.int16, 32: torch.int32}
 
 
 def run(
@@ -27,26 +34,25 @@ def run(
     """Updates the bucket's written tensors in place. The first read tensor is multiplied by ``read_factor``."""
     drawn = slots(stochastic, len(bucket.written))
     for i, layout in enumerate(bucket.layouts):
-        written = [column[i].view(-1) for column in bucket.written]
-        reads = [column[i].view(-1) for column in bucket.reads]
-        compute = torch.float64 if written[0].dtype == torch.float64 else torch.float32
+        columns = [column[i].view(-1) for column in (*bucket.written, *bucket.reads)]
+        compute = torch.float64 if columns[0].dtype == torch.float64 else torch.float32
+        codecs = tuple(_codec(t.dtype, compute) for t in columns)
+        scaled = read_factor != 1.0
+        element = element_of(rule, codecs, drawn, scaled)
         # Tensors, so that what a formula computes of scalars alone is rounded as the kernels round it.
         scalars = [torch.tensor(scalar, dtype=compute) for scalar in bucket.scalars[bucket.rows[i]].tolist()]
+        factor = (torch.tensor(read_factor, dtype=compute),) if scaled else ()
         key = (seed, bucket.streams[i], int(bucket.steps[i]))
-        numel = written[0].numel()
+        numel = columns[0].numel()
         for start in range(0, numel, CHUNK):
             stop = min(start + CHUNK, numel)
-            index = _indices(layout, start, stop, written[0].device) if any(drawn) else None
-            _update(
-                rule,
-                [t[start:stop] for t in written],
-                [t[start:stop] for t in reads],
-                scalars,
-                index,
-                key,
-                drawn,
-                read_factor,
-            )
+            parts = [t[start:stop] for t in columns]
+            index = _indices(layout, start, stop, columns[0].device) if any(element.draws) else None
+            codes = list(map(load, parts))
+            numbers = element.update(codes, scalars, *factor)
+            for slot, (number, bits) in enumerate(zip(numbers, element.draws, strict=True)):
+                drawing = draw(index, *key, slot, bits) if index is not None and bits else None
+                store(parts[slot], element.encode(slot, number, drawing, codes[slot]))
     bucket.finish()
 
 
@@ -56,41 +62,46 @@ def _indices(layout: Layout | None, start: int, stop: int, device: torch.device)
     return layout.indices(start, stop, device)
 
 
-def _update(
-    rule: Rule,
-    written: list[Tensor],
-    reads: list[Tensor],
-    scalars: Sequence[Tensor],
-    index: Tensor | None,
-    key: tuple[int, int, int],
-    drawn: tuple[bool, ...],
-    read_factor: float,
-) -> None:
-    compute = torch.float64 if written[0].dtype == torch.float64 else torch.float32
-    values = [t.to(compute) for t in reads]
-    if read_factor != 1.0:
-        values[0] = values[0] * read_factor
-    old = [t.to(compute) for t in written]
-    new = rule.formula(old[0], *values, *old[1:], *scalars)
-    for slot, (target, value) in enumerate(zip(written, new, strict=True)):
-        fmt = FORMATS.get(target.dtype)
-        if fmt is None:
-            encoded = value.to(target.dtype)
-        elif index is None or not drawn[slot]:
-            encoded = encode_nearest(value.float(), fmt)
-        else:
-            encoded = encode_stochastic(value.float(), fmt, _draw(index, *key, slot))
-        if slot == 0 and rule.keeps_nonfinite:
-            encoded = torch.where(old[0].isfinite(), encoded, target)
-        target.copy_(encoded)
+def load(t: Tensor) -> Any:
+    """The codes of a tensor; of an fp64 one the tensor itself."""
+    if t.dtype == torch.float64:
+        return t
+    bits = 8 * t.element_size()
+    code = t.view(_CARRIERS[bits])
+    return Word(code if bits == 32 else code.to(torch.int32) & ((1 << bits) - 1))
 
 
-def _draw(index: Tensor, seed: int, stream: int, step: int, slot: int) -> Draw:
-    def draw(wide: bool) -> Tensor:
-        kind = noise.wide_draw if wide else noise.narrow_draw
-        return kind(index, seed, stream, step, slot)
+def store(t: Tensor, code: Any) -> None:
+    """Writes codes into a tensor; into an fp64 one numbers."""
+    if t.dtype == torch.float64:
+        t.copy_(code)
+        return
+    bits = 8 * t.element_size()
+    raw = code.bits
+    if bits == 16:
+        # Folded to int16's range: the cast of what lies outside is not defined everywhere.
+        raw = ((raw + 0x8000) & 0xFFFF) - 0x8000
+    t.view(_CARRIERS[bits]).copy_(raw)
 
-    return draw
+
+@cache
+def _codec(dtype: torch.dtype, compute: torch.dtype) -> Codec:
+    """The format of a column when formulas are computed in ``compute``."""
+    if dtype == torch.float64:
+        return Codec("fp64", dtype, 64, 0, lambda t: t.to(compute), _unrounded, lambda x: x.double())
+    codec = CODECS[dtype]
+    if compute == torch.float32:
+        return codec
+    return replace(
+        codec,
+        decode=lambda code: codec.decode(code).double(),
+        encode=lambda x, draw: codec.encode(x.float(), draw),
+        nearest=lambda x: codec.nearest(x.float()),
+    )
+
+
+def _unrounded(x: Tensor, draw: Any) -> Tensor:
+    return x.double()
 
 
 def record_update(rule: Rule, written: Sequence[Tensor], grad: Tensor, scalars: Sequence[Any]) -> None:
@@ -100,5 +111,5 @@ def record_update(rule: Rule, written: Sequence[Tensor], grad: Tensor, scalars: 
     """
     tensors = [torch.view_as_real(t) if t.is_complex() else t for t in (*written, grad)]
     g, (old, *states) = tensors[-1], [t.clone() for t in tensors[:-1]]
-    for t, value in zip(tensors, rule.formula(old, g, *states, *scalars), strict=False):
+    for t, value in zip(tensors, rule.formula(old, *states, g, *scalars), strict=False):
         t.copy_(value)

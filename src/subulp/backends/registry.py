@@ -17,11 +17,10 @@ from torch import Tensor
 
 from subulp.batch import Batch
 from subulp.formula.rule import Rule
+from subulp.storage import CODECS
 
 INSTALL_NUMBA = "pip install 'subulp[cpu]'"
 INSTALL_TRITON = "pip install triton (on Windows: triton-windows)"
-
-_TABLE_DTYPES = {torch.bfloat16, torch.float16, torch.float32}
 
 
 def choose(name: str, device: torch.device, dtypes: Sequence[torch.dtype]) -> Any:
@@ -86,7 +85,7 @@ def _triton_obstacle(device_type: str, dtypes: tuple[torch.dtype, ...], interpre
 
 
 def _dtype_obstacle(dtypes: tuple[torch.dtype, ...]) -> str | None:
-    other = ", ".join(sorted({str(d) for d in dtypes if d not in _TABLE_DTYPES}))
+    other = ", ".join(sorted({str(d) for d in dtypes if d not in CODECS}))
     return f"it has no kernels for {other}; use backend='auto'" if other else None
 
 

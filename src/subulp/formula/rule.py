@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from inspect import signature
 from math import prod
 from typing import Any
 
@@ -56,21 +57,33 @@ class State:
 
 @dataclass(frozen=True)
 class Rule:
-    """An elementwise update ``formula(p, *reads, *states, *scalars) -> (p, *states)``.
+    """An elementwise update ``formula(p, *states, *reads, *scalars) -> (p, *states)``.
 
     The formula is one plain function over ``+ - *``, comparisons and the names in ``subulp.formula.ops``. Every backend
-    compiles this very function between a generic load to fp32 and a generic store. ``reads`` are tensors that are only
-    read (a gradient). The written tensors, the target first, take noise slots 0, 1, 2, ...
+    compiles this very function between a generic load to fp32 and a generic store. The written tensors, the target first,
+    take noise slots 0, 1, 2, ...
     """
 
     formula: Callable[..., Any]
     states: tuple[State, ...] = ()
-    reads: int = 1
-    scalars: int = 0
+    reads: tuple[str, ...] = ("g",)
+    """The names of the tensors that are only read, as in the formula."""
+    scalars: tuple[str, ...] = field(init=False)
+    """The names of the formula's other arguments."""
     keeps_nonfinite: bool = True
     """An Inf or NaN already in the target stays as it is, to the bit (decay would make Inf - Inf)."""
     raw: bool = False
     """Stored values may come straight from a read tensor, so that a signalling NaN may reach the store."""
+
+    def __post_init__(self) -> None:
+        names = tuple(signature(self.formula).parameters)
+        given = 1 + len(self.states)
+        if names[given : given + len(self.reads)] != self.reads:
+            raise ValueError(
+                f"{self.formula.__name__}{names} with {len(self.states)} states and reads {self.reads}: the arguments are "
+                "the parameter, the states, what is read, the scalars, in this order."
+            )
+        object.__setattr__(self, "scalars", names[given + len(self.reads) :])
 
     @property
     def written(self) -> tuple[str, ...]:

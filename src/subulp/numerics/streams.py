@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
@@ -10,14 +11,29 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from subulp.formula.noise import stream_of_name
 from subulp.options import check_counter
 
 BITS = 63
 """A stream is a number in [0, 2**63)."""
 
+# Wrapper modules that put their own component into a parameter's qualified name.
+_WRAPPER_COMPONENTS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
 _made: defaultdict[str, count[int]] = defaultdict(count)
 _NUMBERS = 1 << 31
+
+
+def stream_of_name(name: str) -> int:
+    """A stable 63-bit stream id of a parameter's name, the same under DDP, FSDP, torch.compile and checkpointing.
+
+    The prefixes which those wrappers add are removed: any ``_orig_mod``, ``_fsdp_wrapped_module`` and
+    ``_checkpoint_wrapped_module`` component, and leading ``module`` components.
+    """
+    parts = [part for part in name.split(".") if part not in _WRAPPER_COMPONENTS]
+    while len(parts) > 1 and parts[0] == "module":
+        parts.pop(0)
+    digest = hashlib.blake2b(".".join(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def next_base(kind: str) -> int:

@@ -31,7 +31,7 @@ def adafactor(p, u, scale, decay):  # type: ignore[no-untyped-def]
     return (p - (decay * p + scale * u),)
 
 
-def adafactor_momentum(p, u, m, scale, decay, beta1):  # type: ignore[no-untyped-def]
+def adafactor_momentum(p, m, u, scale, decay, beta1):  # type: ignore[no-untyped-def]
     m = beta1 * m + scale * u
     return p - (decay * p + m), m
 
@@ -40,15 +40,15 @@ def adafactor_rows(p, g, c, r, scale, decay):  # type: ignore[no-untyped-def]
     return adafactor(p, r * c * g, scale, decay)
 
 
-def adafactor_momentum_rows(p, g, c, m, r, scale, decay, beta1):  # type: ignore[no-untyped-def]
-    return adafactor_momentum(p, r * c * g, m, scale, decay, beta1)
+def adafactor_momentum_rows(p, m, g, c, r, scale, decay, beta1):  # type: ignore[no-untyped-def]
+    return adafactor_momentum(p, m, r * c * g, scale, decay, beta1)
 
 
-PLAIN = Rule(adafactor, scalars=2)
-MOMENTUM = Rule(adafactor_momentum, (State("exp_avg"),), scalars=3)
+PLAIN = Rule(adafactor, reads=("u",))
+MOMENTUM = Rule(adafactor_momentum, (State("exp_avg"),), reads=("u",))
 BY_ROWS = {
-    PLAIN: Rule(adafactor_rows, reads=2, scalars=3),
-    MOMENTUM: Rule(adafactor_momentum_rows, MOMENTUM.states, reads=2, scalars=4),
+    PLAIN: Rule(adafactor_rows, reads=("g", "c")),
+    MOMENTUM: Rule(adafactor_momentum_rows, MOMENTUM.states, reads=("g", "c")),
 }
 
 

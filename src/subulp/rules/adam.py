@@ -16,19 +16,19 @@ from subulp.rules.adamw import PLAIN as DECOUPLED
 from subulp.rules.adamw import AdamW, change, moments
 
 
-def adam(p, g, m, v, decay, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, rsqrt_bias2):  # type: ignore[no-untyped-def]
+def adam(p, m, v, g, decay, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, rsqrt_bias2):  # type: ignore[no-untyped-def]
     m, v = moments(g + decay * p, m, v, one_minus_beta1, beta2, one_minus_beta2)
     return p - change(m, v, eps, step_size, rsqrt_bias2), m, v
 
 
-def adam_amsgrad(p, g, m, v, v_max, decay, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, rsqrt_bias2):  # type: ignore[no-untyped-def]
+def adam_amsgrad(p, m, v, v_max, g, decay, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, rsqrt_bias2):  # type: ignore[no-untyped-def]
     m, v = moments(g + decay * p, m, v, one_minus_beta1, beta2, one_minus_beta2)
     v_max = maximum(v_max, v)
     return p - change(m, v_max, eps, step_size, rsqrt_bias2), m, v, v_max
 
 
-PLAIN = Rule(adam, DECOUPLED.states, scalars=7)
-AMSGRAD = Rule(adam_amsgrad, DECOUPLED_AMSGRAD.states, scalars=7)
+PLAIN = Rule(adam, DECOUPLED.states)
+AMSGRAD = Rule(adam_amsgrad, DECOUPLED_AMSGRAD.states)
 
 
 class Adam(AdamW):

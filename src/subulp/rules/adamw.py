@@ -21,20 +21,20 @@ def change(m, v, eps, step_size, rsqrt_bias2):  # type: ignore[no-untyped-def]
     return step_size * div(m, sqrt(v) * rsqrt_bias2 + eps)
 
 
-def adamw(p, g, m, v, decay, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, rsqrt_bias2):  # type: ignore[no-untyped-def]
+def adamw(p, m, v, g, decay, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, rsqrt_bias2):  # type: ignore[no-untyped-def]
     m, v = moments(g, m, v, one_minus_beta1, beta2, one_minus_beta2)
     return p - (decay * p + change(m, v, eps, step_size, rsqrt_bias2)), m, v
 
 
-def adamw_amsgrad(p, g, m, v, v_max, decay, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, rsqrt_bias2):  # type: ignore[no-untyped-def]
+def adamw_amsgrad(p, m, v, v_max, g, decay, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, rsqrt_bias2):  # type: ignore[no-untyped-def]
     m, v = moments(g, m, v, one_minus_beta1, beta2, one_minus_beta2)
     v_max = maximum(v_max, v)
     return p - (decay * p + change(m, v_max, eps, step_size, rsqrt_bias2)), m, v, v_max
 
 
 MOMENTS = (State("exp_avg"), State("exp_avg_sq", squared=True))
-PLAIN = Rule(adamw, MOMENTS, scalars=7)
-AMSGRAD = Rule(adamw_amsgrad, (*MOMENTS, State("max_exp_avg_sq", squared=True, alias="exp_avg_sq")), scalars=7)
+PLAIN = Rule(adamw, MOMENTS)
+AMSGRAD = Rule(adamw_amsgrad, (*MOMENTS, State("max_exp_avg_sq", squared=True, alias="exp_avg_sq")))
 
 
 def scalars_of(group: dict[str, Any], step: Any) -> tuple[Any, ...]:

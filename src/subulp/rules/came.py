@@ -25,24 +25,24 @@ from subulp.staged import StagedOptimizer, Stages
 from subulp.torch_internals import local_tensor
 
 
-def came(p, u, w, m, beta1, share, lr, decay):  # type: ignore[no-untyped-def]
+def came(p, m, u, w, beta1, share, lr, decay):  # type: ignore[no-untyped-def]
     m = beta1 * m + share * u
     return p - (decay * p + lr * (m * w)), m
 
 
-def came_whole(p, u, m, beta1, share, lr, decay):  # type: ignore[no-untyped-def]
+def came_whole(p, m, u, beta1, share, lr, decay):  # type: ignore[no-untyped-def]
     m = beta1 * m + share * u
     return p - (decay * p + lr * m), m
 
 
-def came_rows(p, g, c, d, m, r, s, beta1, share, lr, decay):  # type: ignore[no-untyped-def]
-    return came(p, r * c * g, s * d, m, beta1, share, lr, decay)
+def came_rows(p, m, g, c, d, r, s, beta1, share, lr, decay):  # type: ignore[no-untyped-def]
+    return came(p, m, r * c * g, s * d, beta1, share, lr, decay)
 
 
 MOMENTUM = State("exp_avg")
-FACTORED = Rule(came, (MOMENTUM,), reads=2, scalars=4)
-FACTORED_ROWS = Rule(came_rows, (MOMENTUM,), reads=3, scalars=6)
-WHOLE = Rule(came_whole, (MOMENTUM,), scalars=4)
+FACTORED = Rule(came, (MOMENTUM,), reads=("u", "w"))
+FACTORED_ROWS = Rule(came_rows, (MOMENTUM,), reads=("g", "c", "d"))
+WHOLE = Rule(came_whole, (MOMENTUM,), reads=("u",))
 
 
 class CAME(StagedOptimizer):

@@ -13,11 +13,11 @@ from subulp.optimizer import Optimizer, Params
 from subulp.options import Options, check_betas, check_nonnegative
 
 
-def lion(p, g, m, decay, lr, one_minus_beta1, one_minus_beta2):  # type: ignore[no-untyped-def]
+def lion(p, m, g, decay, lr, one_minus_beta1, one_minus_beta2):  # type: ignore[no-untyped-def]
     return p - (decay * p + lr * sign(m + one_minus_beta1 * (g - m))), m + one_minus_beta2 * (g - m)
 
 
-RULE = Rule(lion, (State("exp_avg"),), scalars=4)
+RULE = Rule(lion, (State("exp_avg"),))
 
 
 class Lion(Optimizer):

@@ -41,11 +41,11 @@ def average(g, b, one_minus_momentum):  # type: ignore[no-untyped-def]
     return b + one_minus_momentum * (g - b)
 
 
-def muon(p, g, o, b, decay, step_size, one_minus_momentum):  # type: ignore[no-untyped-def]
+def muon(p, b, g, o, decay, step_size, one_minus_momentum):  # type: ignore[no-untyped-def]
     return p - (decay * p + step_size * o), average(g, b, one_minus_momentum)
 
 
-MUON = Rule(muon, (State("momentum_buffer"),), reads=2, scalars=3)
+MUON = Rule(muon, (State("momentum_buffer"),), reads=("g", "o"))
 
 
 def _check_real(what: str, value: Any) -> Any:

@@ -31,14 +31,14 @@ from subulp.staged import StagedOptimizer, Stages
 from subulp.torch_internals import is_dtensor, local_tensor
 
 
-def prodigy(p, g, m, v, decoupled, coupled, beta1, gain1, beta2, gain2, step_size, eps):  # type: ignore[no-untyped-def]
+def prodigy(p, m, v, g, decoupled, coupled, beta1, gain1, beta2, gain2, step_size, eps):  # type: ignore[no-untyped-def]
     g = g + coupled * p
     m = beta1 * m + gain1 * g
     v = beta2 * v + gain2 * g * g
     return p - (decoupled * p + step_size * div(m, sqrt(v) + eps)), m, v
 
 
-RULE = Rule(prodigy, (State("exp_avg"), State("exp_avg_sq", squared=True)), scalars=8)
+RULE = Rule(prodigy, (State("exp_avg"), State("exp_avg_sq", squared=True)))
 
 
 def _check_growth_rate(what: str, value: Any) -> Any:

@@ -21,20 +21,20 @@ def average(p, g, b, decay, momentum, share):  # type: ignore[no-untyped-def]
     return momentum * b + share * (g + decay * p)
 
 
-def sgd_momentum(p, g, b, decay, lr, momentum, share):  # type: ignore[no-untyped-def]
+def sgd_momentum(p, b, g, decay, lr, momentum, share):  # type: ignore[no-untyped-def]
     b = average(p, g, b, decay, momentum, share)
     return p - lr * b, b
 
 
-def sgd_nesterov(p, g, b, decay, lr, momentum, share):  # type: ignore[no-untyped-def]
+def sgd_nesterov(p, b, g, decay, lr, momentum, share):  # type: ignore[no-untyped-def]
     b = average(p, g, b, decay, momentum, share)
     return p - lr * (g + decay * p + momentum * b), b
 
 
 BUFFER = (State("momentum_buffer"),)
-PLAIN = Rule(sgd, scalars=2)
-MOMENTUM = Rule(sgd_momentum, BUFFER, scalars=4)
-NESTEROV = Rule(sgd_nesterov, BUFFER, scalars=4)
+PLAIN = Rule(sgd)
+MOMENTUM = Rule(sgd_momentum, BUFFER)
+NESTEROV = Rule(sgd_nesterov, BUFFER)
 
 
 class SGD(Optimizer):

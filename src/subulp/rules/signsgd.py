@@ -16,13 +16,13 @@ def signsgd(p, g, decay, lr):  # type: ignore[no-untyped-def]
     return (p - (decay * p + lr * sign(g)),)
 
 
-def signum(p, g, b, decay, lr, one_minus_momentum):  # type: ignore[no-untyped-def]
+def signum(p, b, g, decay, lr, one_minus_momentum):  # type: ignore[no-untyped-def]
     b = b + one_minus_momentum * (g - b)
     return p - (decay * p + lr * sign(b)), b
 
 
-PLAIN = Rule(signsgd, scalars=2)
-MOMENTUM = Rule(signum, (State("momentum_buffer"),), scalars=3)
+PLAIN = Rule(signsgd)
+MOMENTUM = Rule(signum, (State("momentum_buffer"),))
 
 
 class SignSGD(Optimizer):

@@ -18,49 +18,14 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from subulp.backends.numba import body as numba_body
+from subulp.backends.numba import body
 from subulp.backends.numba.lanes import Lanes
-from subulp.formula import ops
+from subulp.formula.bind import key_of
+from subulp.formula.ops import PRIMITIVES
 from subulp.formula.rule import Rule
+from subulp.storage.codec import Codec
 
-i64, f32 = np.int64, np.float32
-
-
-# The named functions of formulas on fp32 scalars. Numba's division and square root are correctly rounded.
-
-
-def _div(a, b):  # type: ignore[no-untyped-def]
-    return a / b
-
-
-def _sqrt(x):  # type: ignore[no-untyped-def]
-    return np.sqrt(x)
-
-
-def _absolute(x):  # type: ignore[no-untyped-def]
-    return abs(x)
-
-
-def _where(condition, a, b):  # type: ignore[no-untyped-def]
-    return f32(a) if condition else f32(b)
-
-
-def _maximum(a, b):  # type: ignore[no-untyped-def]
-    return a if (a > b or a != a) else b
-
-
-def _sign(x):  # type: ignore[no-untyped-def]
-    return f32(1) if x > f32(0) else (f32(-1) if x < f32(0) else x)
-
-
-BINDINGS: dict[Any, Any] = {
-    ops.div: _div,
-    ops.sqrt: _sqrt,
-    ops.absolute: _absolute,
-    ops.where: _where,
-    ops.maximum: _maximum,
-    ops.sign: _sign,
-}
+i64 = np.int64
 
 
 @intrinsic
@@ -136,75 +101,6 @@ SIGNATURE = types.void(
 )
 
 
-def _offset(dtypes: tuple[str, ...]) -> Any:
-    count = len(dtypes)
-    tuple_type = types.UniTuple(types.int64, count)
-
-    @intrinsic
-    def offset(typing_context: Any, addresses: Any, position: Any) -> Any:
-        """The addresses of element ``position``."""
-
-        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            values = []
-            for c, dtype in enumerate(dtypes):
-                shifted = builder.shl(args[1], args[1].type(2 if dtype == "fp32" else 1))
-                values.append(builder.add(builder.extract_value(args[0], c), shifted))
-            return context.make_tuple(builder, tuple_type, values)
-
-        return tuple_type(tuple_type, types.int64), emit
-
-    return offset
-
-
-def _arguments(written: int, reads: int, scalars: int) -> Any:
-    count = written + reads + scalars
-    result = types.UniTuple(types.float32, count)
-
-    @intrinsic
-    def arguments(typing_context: Any, values: Any, scalar_values: Any, factor: Any) -> Any:
-        """The formula's arguments: target, reads (the first times ``factor``), states, scalars."""
-
-        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            columns = [builder.extract_value(args[0], c) for c in range(written + reads)]
-            read = columns[written:]
-            read[:1] = [builder.fmul(read[0], args[2])] if read else []
-            ordered = [columns[0], *read, *columns[1:written]]
-            ordered += [builder.extract_value(args[1], c) for c in range(scalars)]
-            return context.make_tuple(builder, result, ordered)
-
-        return result(
-            types.UniTuple(types.float32, written + reads),
-            types.UniTuple(types.float32, max(scalars, 1)),
-            types.float32,
-        ), emit
-
-    return arguments
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Any:
-    """The same code, compiled, with named functions and helper formulas replaced by their compiled twins.
-
-    Its key is of its own code, so that all kernels of a process share it: typing it again would be a third of their time.
-    """
-    if function in BINDINGS:
-        return _compiled(BINDINGS[function])
-    names = {
-        name: _compiled(value)
-        for name in function.__code__.co_names
-        if isinstance(value := function.__globals__.get(name), python_types.FunctionType)
-    }
-    # A Python number is fp64 or int64 to Numba, and would lift the whole expression to fp64.
-    constants = tuple(f32(c) if type(c) in (int, float) else c for c in function.__code__.co_consts)
-    typed = python_types.FunctionType(function.__code__.replace(co_consts=constants), function.__globals__)
-    return _inner(typed, names, _content_key(_formula_key(function)))
-
-
-@cache
-def _philox() -> Any:
-    return _inner(numba_body.philox, {}, _content_key("philox"))
-
-
 def _inner(function: Callable[..., Any], names: dict[str, Any], key: int) -> Any:
     """A function compiled into the kernel.
 
@@ -221,26 +117,23 @@ def _specialise(function: Callable[..., Any], names: dict[str, Any], key: int) -
     return twin
 
 
+@cache
+def _sources() -> bytes:
+    """What every kernel is made of, beside its rule: the digest of these files."""
+    package = Path(__file__).parents[2]
+    digest = hashlib.blake2b(digest_size=16)
+    for folder in (Path(__file__).parent, package / "formula", package / "storage"):
+        for path in sorted(folder.glob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.digest()
+
+
 def _content_key(*parts: Any) -> int:
     """Changes whenever the sources, the versions or the specialisation do: numba itself looks at one file's date only."""
-    digest = hashlib.blake2b(digest_size=7)
-    here = Path(__file__)
-    noise = here.parents[2] / "formula" / "noise.py"
-    for path in (here, here.with_name("body.py"), here.with_name("lanes.py"), noise):
-        digest.update(path.read_bytes())
+    digest = hashlib.blake2b(_sources(), digest_size=7)
     for part in (numba.__version__, llvmlite.__version__, *parts):
         digest.update(repr(part).encode())
     return int.from_bytes(digest.digest(), "little")
-
-
-def _formula_key(function: Callable[..., Any]) -> Any:
-    code = function.__code__
-    helpers = [
-        _formula_key(value)
-        for name in code.co_names
-        if isinstance(value := function.__globals__.get(name), python_types.FunctionType) and value not in BINDINGS
-    ]
-    return code.co_code, code.co_consts, code.co_names, helpers
 
 
 def cached_jit(
@@ -271,43 +164,36 @@ def _jit(function: Callable[..., Any], signature: Any, **more: Any) -> Any:
         return njit(signature, **options)(function)
 
 
-def kernel_for(rule: Rule, dtypes: tuple[str, ...], stochastic: tuple[bool, ...]) -> Any:
-    """The compiled kernel of a rule over arrays of these formats ("bf16", "fp16", "fp32"), written ones first.
+def kernel_for(rule: Rule, codecs: tuple[Codec, ...], stochastic: tuple[bool, ...], factor: float = 1.0) -> Any:
+    """The compiled kernel of a rule over arrays of these formats, written ones first.
 
-    ``stochastic`` says of each written array how it is rounded; of an fp32 one it says nothing.
+    ``stochastic`` says of each written array how it is rounded; where every number is exact it says nothing. One kernel
+    serves every factor, since 1.0 changes nothing, except a NaN that is only copied: a raw rule has one for 1.0 and one for
+    others.
     """
-    stochastic = tuple(flag and dtype != "fp32" for flag, dtype in zip(stochastic, dtypes, strict=False))
-    return _kernel(rule, dtypes, stochastic)
+    stochastic = tuple(flag and codec.draw_bits > 0 for flag, codec in zip(stochastic, codecs, strict=False))
+    return _kernel(rule, codecs, stochastic, not rule.raw or factor != 1.0)
 
 
 @cache
-def _kernel(rule: Rule, dtypes: tuple[str, ...], stochastic: tuple[bool, ...]) -> Any:
-    written = len(dtypes) - rule.reads
-    key = _content_key(
-        _formula_key(rule.formula), dtypes, rule.reads, rule.scalars, stochastic, rule.raw, rule.keeps_nonfinite
-    )
-    lanes = Lanes(dtypes, written, stochastic, rule.raw, rule.keeps_nonfinite)
+def _kernel(rule: Rule, codecs: tuple[Codec, ...], stochastic: tuple[bool, ...], scaled: bool) -> Any:
+    lanes = Lanes(rule, codecs, stochastic, scaled)
+    formats = [(codec.name, codec.bits, codec.draw_bits) for codec in codecs]
+    formula = key_of(rule.formula, dict.fromkeys(PRIMITIVES))
+    key = _content_key(formula, formats, lanes.scalars, stochastic, scaled, rule.raw, rule.keeps_nonfinite)
     names: dict[str, Any] = {
-        "WRITTEN": written,
-        "WORDS": lanes.words,
-        "STOCHASTIC": any(stochastic),
-        "PAIRED": any(d != "fp32" for d in dtypes[:written]),
-        "formula": _compiled(rule.formula),
-        "arguments": _arguments(written, rule.reads, rule.scalars),
-        "load_one": lanes.load_one(),
-        "load_pair": lanes.load_pair(),
-        "store_one": lanes.store_one(),
-        "store_pair": lanes.store_pair(),
-        "offset": _offset(dtypes),
-        "keys_of": _tuple_of(2 * written, types.uint32),
-        "pointers_of": _tuple_of(len(dtypes), types.int64),
-        "scalars_of": _tuple_of(max(rule.scalars, 1), types.float32),
-        "philox": _philox(),
+        "PAIRED": lanes.paired,
+        "update_one": lanes.update_one(),
+        "update_pair": lanes.update_pair(),
+        "keys": lanes.keys(),
+        "offset": lanes.offset(),
+        "pointers_of": _tuple_of(len(codecs), types.int64),
+        "scalars_of": _tuple_of(max(lanes.scalars, 1), types.float32),
         "take_next": _take_next,
     }
-    names["update_one"] = _inner(numba_body.update_one, names, key)
-    names["segment"] = _inner(numba_body.segment, names, key)
-    return _jit(_specialise(numba_body.kernel, names, key), SIGNATURE)
+    names["keys_at"] = _inner(body.keys_at, names, key)
+    names["segment"] = _inner(body.segment, names, key)
+    return _jit(_specialise(body.kernel, names, key), SIGNATURE)
 
 
 @cache

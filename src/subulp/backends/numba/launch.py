@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from subulp.backends.forks import wait_for_all
 from subulp.backends.numba.kernel import advance_kernel, kernel_for
 from subulp.formula.rule import Rule, slots
 from subulp.numerics.layout import Layout
+from subulp.storage import CODECS
 
 NAME = "numba"
 READS_DEVICE_STEPS = False
@@ -30,8 +32,6 @@ CHUNK = 1 << 16
 
 ELEMENTS_PER_THREAD = 1 << 15
 """Below this many elements another thread costs more than it saves."""
-
-FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 _pool: ThreadPoolExecutor | None = None
 
@@ -56,8 +56,11 @@ class Launch:
         sizes: Sequence[int],
         layouts: Sequence[Layout | None],
     ) -> None:
-        self.kernel = kernel_for(rule, tuple(FORMATS[d] for d in dtypes), slots(stochastic, len(dtypes) - rule.reads))
-        self.width = rule.scalars
+        drawn = slots(stochastic, len(dtypes) - len(rule.reads))
+        self._kernel = partial(kernel_for, rule, tuple(CODECS[d] for d in dtypes), drawn)
+        self.kernel = self._kernel()
+        self.raw = rule.raw
+        self.width = len(rule.scalars)
         counts = np.array(sizes, dtype=np.int64)
         self.elements = int(counts.sum())
         self.chunks = _chunk_table(counts)
@@ -89,10 +92,11 @@ class Launch:
             np.uint64(seed),
             np.float32(factor),
         )
+        kernel = self._kernel(factor) if self.raw else self.kernel
         threads = min(torch.get_num_threads(), -(-self.elements // ELEMENTS_PER_THREAD), len(self.chunks))
-        helpers = [thread_pool().submit(self.kernel, *arguments) for _ in range(threads - 1)]
+        helpers = [thread_pool().submit(kernel, *arguments) for _ in range(threads - 1)]
         try:
-            self.kernel(*arguments)
+            kernel(*arguments)
         finally:
             wait_for_all(helpers)
 

@@ -14,8 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from subulp.backends.numba.launch import FORMATS, Launch
+from subulp.backends.numba.launch import Launch
 from subulp.formula.rule import Rule
+from subulp.storage import CODECS
 from subulp.torch_internals import mark_written
 
 NARROW = 128
@@ -28,7 +29,7 @@ KEPT = 1 << 14
 def can_serve(written: Sequence[Tensor], reads: Sequence[Tensor]) -> bool:
     """Whether these tensors on the CPU can go row by row."""
     return written[0].numel() > 0 and all(
-        t.dim() == 2 and t.shape[1] >= NARROW and t.is_contiguous() and t.dtype in FORMATS for t in (*written, *reads)
+        t.dim() == 2 and t.shape[1] >= NARROW and t.is_contiguous() and t.dtype in CODECS for t in (*written, *reads)
     )
 
 
@@ -63,7 +64,7 @@ def run(
         pointers[:, c] = t.data_ptr() + number * (width * t.element_size())
     for c, t in enumerate(by_col, len(matrices)):
         pointers[:, c] = t.data_ptr()
-    table = np.empty((rows, rule.scalars))
+    table = np.empty((rows, len(rule.scalars)))
     for c, t in enumerate(by_row):
         table[:, c] = t.numpy()
     table[:, len(by_row) :] = scalars

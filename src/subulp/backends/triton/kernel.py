@@ -1,4 +1,4 @@
-"""The one Triton kernel, specialised by formula and formats, and the binding of formulas to Triton.
+"""The one Triton kernel, specialised by rule and storage formats.
 
 A program updates one chunk of one tensor. The *fast* part of a chunk is walked in pairs of elements, with 128-bit
 accesses. The rest (the last few elements, a view that is not 16-byte aligned, an odd first index, a strided layout) is
@@ -6,22 +6,18 @@ walked element by element and gets the same bits.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
-# ruff: noqa: RUF005  Triton knows no starred displays
+# ruff: noqa: RUF005, SIM108  Triton knows no starred displays, and both sides of its conditional expressions are typed
 
 from __future__ import annotations
 
-import types as python_types
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Iterable
 from typing import Any
 
 import triton
 import triton.language as tl
 
+from subulp.backends.triton.bindings import jitted
 from subulp.backends.triton.lanes import (
-    FORMATS,
-    code_of,
-    element_address,
     load_pairs,
     load_singles,
     pair_draws,
@@ -29,11 +25,12 @@ from subulp.backends.triton.lanes import (
     slot_keys,
     store_pairs,
     store_singles,
-    value_of,
 )
 from subulp.backends.triton.tables import CHUNK_FIELDS, ROW_FIELDS, TILE, VECTOR
-from subulp.formula import ops
+from subulp.formula.noise import word_of
 from subulp.formula.rule import Rule, slots
+from subulp.storage.codec import Codec
+from subulp.storage.element import element_of
 
 THREADS = 128
 """Threads of a program: a tile is four pairs for each."""
@@ -78,31 +75,6 @@ def _global_index(row, start, j, COLUMNS: tl.constexpr, DIMS: tl.constexpr):
     return index
 
 
-@triton.jit
-def _new_values(
-    codes,
-    scalars,
-    factor,
-    FORMULA: tl.constexpr,
-    FORMATS: tl.constexpr,
-    WRITTEN: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SCALED: tl.constexpr,
-):
-    """The formula on the elements of these codes, those of written tensors first."""
-    arguments = (value_of(codes[0], FORMATS & 3),)
-    for c in tl.static_range(WRITTEN, COLUMNS):
-        value = value_of(codes[c], (FORMATS >> 2 * c) & 3)
-        # Not even a factor of 1.0 for free: it would change the sign of a NaN that is only copied.
-        if SCALED and c == WRITTEN:
-            value = value * factor
-        arguments = arguments + (value,)
-    for c in tl.static_range(1, WRITTEN):
-        arguments = arguments + (value_of(codes[c], (FORMATS >> 2 * c) & 3),)
-    arguments = arguments + scalars
-    return FORMULA(*arguments)
-
-
 @triton.jit(
     do_not_specialize=["table", "chunks", "steps", "scalar_table", "found_inf", "grad_scale", "read_factor"],
     do_not_specialize_on_alignment=["table", "chunks", "steps", "scalar_table", "found_inf", "grad_scale"],
@@ -115,15 +87,15 @@ def update(
     found_inf,
     grad_scale,
     read_factor,
-    FORMULA: tl.constexpr,
-    FORMATS: tl.constexpr,
+    UPDATE: tl.constexpr,
+    ENCODE: tl.constexpr,
+    SIZES: tl.constexpr,
+    DRAWS: tl.constexpr,
+    WORDS: tl.constexpr,
     WRITTEN: tl.constexpr,
     COLUMNS: tl.constexpr,
     SCALARS: tl.constexpr,
     DIMS: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    RAW: tl.constexpr,
-    KEEPS_NONFINITE: tl.constexpr,
     SCALED: tl.constexpr,
     HAS_FOUND_INF: tl.constexpr,
     HAS_GRAD_SCALE: tl.constexpr,
@@ -134,8 +106,8 @@ def update(
 
     Shapes: ``table`` int64 (tensors, COLUMNS + 4 + 2 * DIMS) and ``chunks`` int64 (programs, 6), see tables.py;
     ``steps`` int64 (lines,); ``scalar_table`` fp32 (lines, SCALARS); ``found_inf`` and ``grad_scale`` fp32 of one
-    element, read if the flags say so. FORMATS has two bits for each column, STOCHASTIC one for each written one, the first
-    column's lowest.
+    element, read if the flags say so. SIZES (bytes of an element) has a byte for each column, DRAWS (bits of a draw) and
+    WORDS (numbers of noise words) one for each written column, the first column's lowest.
     """
     chunk = chunks + tl.program_id(0).to(tl.int64) * _CHUNK_FIELDS
     row = table + tl.load(chunk) * (COLUMNS + _ROW_FIELDS + 2 * DIMS)
@@ -161,10 +133,10 @@ def update(
         scalars = scalars + (tl.load(scalar_table + line * SCALARS + s),)
     keys = ()
     for slot in tl.static_range(WRITTEN):
-        keys = keys + slot_keys(seed, stream, step, slot, (FORMATS >> 2 * slot) & 3, first_high)
+        keys = keys + slot_keys(seed, stream, step, (WORDS >> 8 * slot) & 255, (DRAWS >> 8 * slot) & 255, first_high)
     addresses = ()
     for c in tl.static_range(COLUMNS):
-        addresses = addresses + (element_address(tl.load(row + c), start, (FORMATS >> 2 * c) & 3),)
+        addresses = addresses + (tl.load(row + c) + start * ((SIZES >> 8 * c) & 255),)
 
     first_index = tl.load(row + COLUMNS) + start
     pairs = tl.multiple_of(fast // 2, _VECTOR_PAIRS)
@@ -174,41 +146,32 @@ def update(
         even = ()
         odd = ()
         for c in tl.static_range(COLUMNS):
-            code0, code1 = load_pairs(addresses[c], pair, inside, (FORMATS >> 2 * c) & 3)
+            code0, code1 = load_pairs(addresses[c], pair, inside, (SIZES >> 8 * c) & 255)
             even = even + (code0,)
             odd = odd + (code1,)
-        new_even = _new_values(even, scalars, factor, FORMULA, FORMATS, WRITTEN, COLUMNS, SCALED)
-        new_odd = _new_values(odd, scalars, factor, FORMULA, FORMATS, WRITTEN, COLUMNS, SCALED)
+        if SCALED:
+            new0 = UPDATE(even, scalars, factor)
+            new1 = UPDATE(odd, scalars, factor)
+        else:
+            new0 = UPDATE(even, scalars)
+            new1 = UPDATE(odd, scalars)
         for slot in tl.static_range(WRITTEN):
-            draw0, draw1 = pair_draws(first_index, pair, keys[2 * slot], keys[2 * slot + 1], (FORMATS >> 2 * slot) & 3)
-            code0 = code_of(
-                new_even[slot],
-                even[slot],
-                draw0,
-                (FORMATS >> 2 * slot) & 3,
-                (STOCHASTIC >> slot) & 1,
-                RAW,
-                KEEPS_NONFINITE and slot == 0,
-            )
-            code1 = code_of(
-                new_odd[slot],
-                odd[slot],
-                draw1,
-                (FORMATS >> 2 * slot) & 3,
-                (STOCHASTIC >> slot) & 1,
-                RAW,
-                KEEPS_NONFINITE and slot == 0,
-            )
-            store_pairs(addresses[slot], pair, inside, code0, code1, (FORMATS >> 2 * slot) & 3)
+            draw0, draw1 = pair_draws(first_index, pair, keys[2 * slot], keys[2 * slot + 1], (DRAWS >> 8 * slot) & 255)
+            code0 = ENCODE(slot, new0[slot], draw0, even[slot])
+            code1 = ENCODE(slot, new1[slot], draw1, odd[slot])
+            store_pairs(addresses[slot], pair, inside, code0, code1, (SIZES >> 8 * slot) & 255)
 
     for first in range(fast, count, SINGLES):
         j = first + tl.arange(0, SINGLES)
         inside = j < count
         codes = ()
         for c in tl.static_range(COLUMNS):
-            codes = codes + (load_singles(addresses[c], j, inside, (FORMATS >> 2 * c) & 3),)
-        new = _new_values(codes, scalars, factor, FORMULA, FORMATS, WRITTEN, COLUMNS, SCALED)
+            codes = codes + (load_singles(addresses[c], j, inside, (SIZES >> 8 * c) & 255),)
         index = _global_index(row, start, j, COLUMNS, DIMS)
+        if SCALED:
+            new = UPDATE(codes, scalars, factor)
+        else:
+            new = UPDATE(codes, scalars)
         for slot in tl.static_range(WRITTEN):
             draw = single_draws(
                 index,
@@ -219,82 +182,16 @@ def update(
                 step,
                 first_high,
                 last_high,
-                slot,
-                (FORMATS >> 2 * slot) & 3,
+                (WORDS >> 8 * slot) & 255,
+                (DRAWS >> 8 * slot) & 255,
             )
-            code = code_of(
-                new[slot],
-                codes[slot],
-                draw,
-                (FORMATS >> 2 * slot) & 3,
-                (STOCHASTIC >> slot) & 1,
-                RAW,
-                KEEPS_NONFINITE and slot == 0,
-            )
-            store_singles(addresses[slot], j, inside, code, (FORMATS >> 2 * slot) & 3)
-
-
-# The named functions of formulas
-
-
-@triton.jit
-def _div(a, b):
-    return tl.div_rn(a, b)
-
-
-@triton.jit
-def _sqrt(x):
-    return tl.sqrt_rn(x)
-
-
-@triton.jit
-def _absolute(x):
-    return tl.abs(x)
-
-
-@triton.jit
-def _where(condition, a, b):
-    return tl.where(condition, a, b)
-
-
-@triton.jit
-def _maximum(a, b):
-    return tl.where((a > b) | (a != a), a, b)
-
-
-@triton.jit
-def _sign(x):
-    return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, x))
-
-
-BINDINGS: dict[Any, Any] = {
-    ops.div: _div,
-    ops.sqrt: _sqrt,
-    ops.absolute: _absolute,
-    ops.where: _where,
-    ops.maximum: _maximum,
-    ops.sign: _sign,
-}
-
-
-@cache
-def bind(formula: Callable[..., Any]) -> Any:
-    """The same code under ``triton.jit``, its named functions and helper formulas replaced by their Triton twins."""
-    if formula in BINDINGS:
-        return BINDINGS[formula]
-    names = {
-        name: bind(value)
-        for name in formula.__code__.co_names
-        if isinstance(value := formula.__globals__.get(name), python_types.FunctionType)
-    }
-    twin = python_types.FunctionType(formula.__code__, {"tl": tl, **names}, formula.__name__)
-    twin.__module__, twin.__qualname__ = formula.__module__, formula.__qualname__
-    return triton.jit(twin)
+            code = ENCODE(slot, new[slot], draw, codes[slot])
+            store_singles(addresses[slot], j, inside, code, (SIZES >> 8 * slot) & 255)
 
 
 def constants(
     rule: Rule,
-    formats: Sequence[str],
+    codecs: tuple[Codec, ...],
     dims: int,
     stochastic: bool | tuple[bool, ...],
     *,
@@ -302,23 +199,32 @@ def constants(
     has_found_inf: bool = False,
     has_grad_scale: bool = False,
 ) -> dict[str, Any]:
-    """The compile-time arguments of :func:`update`; ``formats`` are "bf16", "fp16" or "fp32", written tensors first."""
+    """The compile-time arguments of :func:`update`; ``codecs`` are those of the columns, written ones first."""
+    written = len(codecs) - len(rule.reads)
+    drawn = slots(stochastic, written)
+    scaled = scaled or has_grad_scale
+    element = element_of(rule, codecs, drawn, scaled)
     return {
-        "FORMULA": bind(rule.formula),
-        "FORMATS": sum(FORMATS[name] << (2 * c) for c, name in enumerate(formats)),
-        "WRITTEN": len(formats) - rule.reads,
-        "COLUMNS": len(formats),
-        "SCALARS": rule.scalars,
+        "UPDATE": jitted(element.update),
+        "ENCODE": jitted(element.encode),
+        "SIZES": _packed(codec.bits // 8 for codec in codecs),
+        "DRAWS": _packed(element.draws),
+        "WORDS": _packed(word_of(slot, bits) for slot, bits in enumerate(element.draws)),
+        "WRITTEN": written,
+        "COLUMNS": len(codecs),
+        "SCALARS": len(rule.scalars),
         "DIMS": dims,
-        "STOCHASTIC": sum(flag << slot for slot, flag in enumerate(slots(stochastic, len(formats) - rule.reads))),
-        "RAW": rule.raw,
-        "KEEPS_NONFINITE": rule.keeps_nonfinite,
-        "SCALED": scaled or has_grad_scale,
+        "SCALED": scaled,
         "HAS_FOUND_INF": has_found_inf,
         "HAS_GRAD_SCALE": has_grad_scale,
         "PAIRS": PAIRS,
         "SINGLES": SINGLES,
     }
+
+
+def _packed(numbers: Iterable[int]) -> int:
+    """Numbers below 256 as one: Triton before 3.6 takes no tuples of constants."""
+    return int.from_bytes(bytes(numbers), "little")
 
 
 def options(warp_size: int) -> dict[str, Any]:

@@ -27,11 +27,10 @@ from subulp.backends.triton.tables import (
     upload,
 )
 from subulp.formula.rule import Rule
+from subulp.storage import CODECS
 
 NAME = "triton"
 READS_DEVICE_STEPS = True
-
-_FORMAT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 _tables = DeviceTables(capacity=8192)
 
@@ -94,7 +93,7 @@ def run(
             read_factor,
             **triton_kernel.constants(
                 rule,
-                [_FORMAT[d] for d in bucket.dtypes],
+                tuple(CODECS[d] for d in bucket.dtypes),
                 (layouts.shape[1] - 1) // 2,
                 stochastic,
                 scaled=read_factor != 1.0,
