@@ -38,7 +38,7 @@ import subulp
 from subulp.backends import eager
 from subulp.backends.bucket import Bucket
 from subulp.numerics.layout import Layout
-from subulp.rules.adamw import PLAIN
+from subulp.rules.adamw import PLAIN, scalars_of
 
 TIME_LIMIT = 230.0
 BYTES_PER_PARAMETER = 14  # bf16: reads p, g, m, v; writes p, m, v
@@ -158,7 +158,7 @@ def special_columns() -> list[Tensor]:
 
 
 def adamw_scalars(lr: Any, step: Any) -> list[Any]:
-    return [lr * 0.1, 0.1, 0.999, 0.001, 1e-8, lr / (1 - 0.9**step), (1 - 0.999**step) ** -0.5]
+    return list(PLAIN.ordered(scalars_of({"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}, step)))
 
 
 def bucket(columns: list[Tensor], step: Any = 1, layout: Layout | None = None, scalars: Any = None) -> Bucket:

@@ -103,13 +103,16 @@ class Optimizer(torch.optim.Optimizer):
         """The state tensors of a parameter of this group, or (None) all that its parameters can have."""
         return self.rule(group).states
 
-    def scalars(self, group: dict[str, Any], step: Any) -> tuple[Any, ...]:
-        """The rule's scalar arguments at ``step`` (1 for the first update).
+    def scalars(self, group: dict[str, Any], step: Any) -> dict[str, Any]:
+        """The rule's scalar arguments at ``step`` (1 for the first update), by name.
 
         ``step`` and ``group["lr"]`` are floats or, with ``capturable``, fp64 tensors on the device: use arithmetic that
         serves both (``**`` instead of ``math.sqrt``), and convert neither.
         """
         raise NotImplementedError
+
+    def _ordered_scalars(self, group: dict[str, Any], step: Any) -> tuple[Any, ...]:
+        return self.rule(group).ordered(self.scalars(group, step))
 
     # Groups
 
@@ -373,12 +376,12 @@ class Optimizer(torch.optim.Optimizer):
         if group["capturable"] and all(backend.READS_DEVICE_STEPS for backend in backends):
             advance_on_device(counters, self._from_scaler("found_inf"))
             for bucket in buckets:
-                fill_on_device(bucket, counters, batch.owners(), self.scalars)
+                fill_on_device(bucket, counters, batch.owners(), self._ordered_scalars)
         elif self._overflowed():
             return
         else:
             steps = registry.advance(counters)
-            scalars = batch.scalar_rows(self.scalars, steps)
+            scalars = batch.scalar_rows(self._ordered_scalars, steps)
             for bucket in buckets:
                 bucket.fill(steps, *scalars)
         for bucket, backend in zip(buckets, backends, strict=True):
@@ -402,7 +405,7 @@ class Optimizer(torch.optim.Optimizer):
         factor = self._read_factor(batch.group)
         with torch.enable_grad():
             for i, (group, step) in enumerate(zip(batch.owners(), registry.advance(counters), strict=True)):
-                scalars = self.scalars(map_tensors(group, lambda t: t.view(())), float(step))
+                scalars = self._ordered_scalars(map_tensors(group, lambda t: t.view(())), float(step))
                 record_update(rule, [column[i] for column in columns], batch.grads[i] * factor, scalars)
 
     def _cast_states(self, group: dict[str, Any]) -> None:
@@ -436,7 +439,7 @@ class Optimizer(torch.optim.Optimizer):
     def _run_plan(self, batch: Batch, columns: list[Sequence[Tensor]], plan: Any) -> None:
         if not self._overflowed():
             group = batch.group
-            plan.step(batch, columns, self.scalars, group["seed"], self._read_factor(group))
+            plan.step(batch, columns, self._ordered_scalars, group["seed"], self._read_factor(group))
 
     # Mixed precision
 

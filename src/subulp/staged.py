@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -120,38 +120,38 @@ class Stages:
         """The square root of a sum over this process's elements, summed over processes and divided by all elements."""
         return (sum_over_shards(total, self.p) / self.numel).sqrt()
 
-    def store(
-        self,
-        rule: Rule,
-        reads: Sequence[Tensor],
-        scalars: Sequence[Any],
-        start: int,
-        stop: int,
-    ) -> None:
+    def store(self, rule: Rule, reads: Mapping[str, Tensor], scalars: Mapping[str, Any], start: int, stop: int) -> None:
         """The elementwise update of a block; ``scalars`` are floats or 0-d tensors, ``reads`` are blocks."""
         written = [self.rows(t, start, stop) for t in (self.p, *(self.state[s.name] for s in rule.states))]
         offset = (self._offset[0] + start, *self._offset[1:]) if self._offset else ()
-        views = flat_views(written, reads, block=(self.shape, offset))
-        bucket = single(views, self.stream, self.step, (0.0,) * len(scalars))
+        views = flat_views(written, [reads[name] for name in rule.reads], block=(self.shape, offset))
+        values = rule.ordered(scalars)
+        bucket = single(views, self.stream, self.step, (0.0,) * len(values))
         backend = registry.choose(self.group["backend"], bucket.device, bucket.dtypes)
-        if backend.READS_DEVICE_STEPS and any(isinstance(s, Tensor) for s in scalars):
+        if backend.READS_DEVICE_STEPS and any(isinstance(s, Tensor) for s in values):
             # Sums of a whole tensor stay on the device: the host does not wait for them.
             device = bucket.device
-            values = [s if isinstance(s, Tensor) else torch.full((), s, device=device) for s in scalars]
-            bucket.scalars = torch.stack([v.to(device, torch.float64) for v in values]).view(1, -1)
+            tensors = [s if isinstance(s, Tensor) else torch.full((), s, device=device) for s in values]
+            bucket.scalars = torch.stack([v.to(device, torch.float64) for v in tensors]).view(1, -1)
             bucket.steps = torch.full((1,), self.step, dtype=torch.int64, device=device)
         else:
-            bucket.scalars[0, :] = [float(s) for s in scalars]
+            bucket.scalars[0, :] = [float(s) for s in values]
         backend.run(rule, bucket, seed=self.group["seed"], stochastic=self._rounding(rule))
 
-    def store_rows(
-        self, rule: Rule, by_row: Sequence[Tensor], by_col: Sequence[Tensor], scalars: Sequence[Any]
-    ) -> bool:
-        """:meth:`store` of all blocks at once, for a matrix on a CPU; False, and nothing done, where that cannot be.
+    def apply(self, rule: Rule, factors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
+        """The update of a rule that reads the gradient ``g``, and factors of shape (..., rows, 1) or (..., 1, columns)."""
+        if self._apply_rows(rule, factors, scalars):
+            return
+        elementwise = rule.by_elements()
+        for start, stop in self.blocks():
+            g = self.gradient(start, stop)
+            reads = {
+                name: self.scratch(name, g.shape).copy_(factor_rows(t, start, stop)) for name, t in factors.items()
+            }
+            self.store(elementwise, {"g": g, **reads}, scalars, start, stop)
 
-        The rule reads the gradient, then ``by_col`` (one element a column); its scalars are ``by_row`` (one a row), then
-        ``scalars``.
-        """
+    def _apply_rows(self, rule: Rule, factors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> bool:
+        """:meth:`apply` for a matrix on a CPU, without temporaries; False, and nothing done, where that cannot be."""
         written = [self.local, *(local_tensor(self.state[s.name]) for s in rule.states)]
         # What :meth:`store` would choose: there the gradient comes as fp32, whatever its dtype.
         dtypes = [*(t.dtype for t in written), self.dtype]
@@ -165,9 +165,8 @@ class Stages:
             rule,
             written,
             [self.grad],
-            by_row,
-            by_col,
-            [float(s) for s in scalars],
+            {name: t.reshape(-1) for name, t in factors.items()},
+            {name: float(value) for name, value in scalars.items()},
             columns=self.shape[1],
             offset=(self._offset[0], self._offset[1]),
             stream=self.stream,
@@ -177,6 +176,11 @@ class Stages:
             factor=self._factor,
         )
         return True
+
+
+def factor_rows(t: Tensor, start: int, stop: int) -> Tensor:
+    """The rows ``start`` to ``stop`` of the first dimension of a factor; of a matrix's factors those by column have one."""
+    return t[start:stop] if t.dim() > 2 or t.shape[-1] == 1 else t
 
 
 class StagedOptimizer(Optimizer):

@@ -13,7 +13,7 @@ from subulp.backends import eager, registry
 from subulp.backends.bucket import single
 from subulp.numerics.views import flat_views
 from subulp.rounding import ADD, ADDCDIV, COPY, LERP
-from subulp.rules.adamw import AMSGRAD, PLAIN
+from subulp.rules.adamw import AMSGRAD, PLAIN, scalars_of
 from tests.bits import same_bits
 from tests.models import everything, generator, make_params, set_grads, train
 from tests.specs import SPECS
@@ -24,7 +24,8 @@ slow = pytest.mark.slow
 numba_cpu = pytest.importorskip("subulp.backends.numba.launch")
 
 B, H, F = torch.bfloat16, torch.float16, torch.float32
-ADAMW_SCALARS = (1e-5, 0.1, 0.999, 0.001, 1e-8, 1e-3, 1.2)
+ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+ADAMW_SCALARS = PLAIN.ordered(scalars_of(ADAMW, 3))
 
 
 def tensors(rule, dtypes, shape, seed=0):

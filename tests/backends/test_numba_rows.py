@@ -9,8 +9,7 @@ import torch
 
 import subulp
 from subulp.backends.numba import rows as numba_rows
-from subulp.rules import adafactor, came
-from subulp.rules.came import FACTORED_ROWS
+from subulp.rules.came import FACTORED
 from tests.bits import same_bits
 from tests.models import everything, generator, make_params, train
 
@@ -56,37 +55,21 @@ def test_rows_have_the_bits_of_blocks(cls, options, dtype, threads, monkeypatch)
     assert all(map(same_bits, *results))
 
 
-def test_formulas_by_rows_are_those_of_the_product():
-    """Also of kernels that only the slow suite compiles. The product of the factors comes first, as in a block."""
-    p, g, m = (torch.randn(4, 7, generator=generator(i)) for i in range(3))
-    (r, s), (c, d) = ((torch.rand(n, generator=generator(i)) for i in (5, 6)) for n in ((4, 1), (1, 7)))
-    scalars = (0.3, 0.2, 0.9)
-    pairs = [
-        (adafactor.adafactor_rows(p, g, c, r, *scalars[:2]), adafactor.adafactor(p, r * c * g, *scalars[:2])),
-        (
-            adafactor.adafactor_momentum_rows(p, m, g, c, r, *scalars),
-            adafactor.adafactor_momentum(p, m, r * c * g, *scalars),
-        ),
-        (came.came_rows(p, m, g, c, d, r, s, *scalars, 0.1), came.came(p, m, r * c * g, s * d, *scalars, 0.1)),
-    ]
-    for by_rows, by_blocks in pairs:
-        assert all(map(same_bits, by_rows, by_blocks))
-
-
 def test_a_block_of_a_matrix_is_rounded_as_the_whole():
     rows, width = 9, 301
     g = generator(0)
     p, m, grad = (torch.randn(rows, width, generator=g).bfloat16() for _ in range(3))
     r, s, c, d = (torch.rand(n, generator=g) for n in (rows, rows, width, width))
-    scalars = [0.9, 0.1, 1e-2, 1e-3]
+    scalars = {"beta1": 0.9, "share": 0.1, "lr": 1e-2, "decay": 1e-3}
     options: dict[str, Any] = {"columns": width, "stream": 3, "step": 5, "seed": 1, "stochastic": True, "factor": 0.5}
     blocks = []
     for top, left in ((2, 0), (2, 128), (0, 129)):
         part = [t[top:, left:].clone() for t in (p, m, grad)]
-        factors = [r[top:].clone(), s[top:].clone()], [c[left:].clone(), d[left:].clone()]
-        numba_rows.run(FACTORED_ROWS, part[:2], part[2:], *factors, scalars, offset=(top, left), **options)
+        factors = {"r": r[top:].clone(), "s": s[top:].clone(), "c": c[left:].clone(), "d": d[left:].clone()}
+        numba_rows.run(FACTORED, part[:2], part[2:], factors, scalars, offset=(top, left), **options)
         blocks.append((top, left, part))
-    numba_rows.run(FACTORED_ROWS, [p, m], [grad], [r, s], [c, d], scalars, offset=(0, 0), **options)
+    factors = {"r": r, "s": s, "c": c, "d": d}
+    numba_rows.run(FACTORED, [p, m], [grad], factors, scalars, offset=(0, 0), **options)
     for top, left, part in blocks:
         assert same_bits(part[0], p[top:, left:])
         assert same_bits(part[1], m[top:, left:])

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from subulp.backends import sums
-from tests.bits import same_bits
 from tests.models import generator
 
 
@@ -76,7 +75,6 @@ def test_weighted_sums_are_those_of_the_products_in_fp32(dtype, other_dtype, sha
     x, g = block(shape, dtype), generator(5)
     by_row, by_col = torch.rand((*shape[:-1], 1), generator=g), torch.rand((*shape[:-2], 1, shape[-1]), generator=g)
     products = by_row * by_col * x.float()
-    assert same_bits(sums.weighted_block(x, by_row, by_col, torch.empty(shape)), products)
     squares = products.square().double().view(-1)
     total = sums.weighted_square_sum(x, by_row, by_col)
     assert abs(total - squares.sum()) <= 2 * len(squares) * 2.0**-53 * squares.sum()

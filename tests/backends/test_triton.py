@@ -17,14 +17,15 @@ from subulp.formula.ops import absolute, div, maximum, sign, sqrt, where
 from subulp.formula.rule import Rule, State
 from subulp.numerics.layout import Layout, layout_of
 from subulp.rounding import ADD, ADDCDIV, COPY, LERP
-from subulp.rules.adamw import AMSGRAD, PLAIN
+from subulp.rules.adamw import AMSGRAD, PLAIN, scalars_of
 from tests.bits import same_bits
 
 pytest.importorskip("triton")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 slow = pytest.mark.slow
-ADAMW_SCALARS = (1e-5, 0.1, 0.999, 0.001, 1e-8, 1e-3 / (1 - 0.9**3), (1 - 0.999**3) ** -0.5)
+ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+ADAMW_SCALARS = PLAIN.ordered(scalars_of(ADAMW, 3))
 SIZES = (0, 1, 7, 8, 63, 1000, 0, 4096, 4097)
 
 

@@ -1,4 +1,4 @@
-"""Sums of squares in fp64 along the dimensions of a block, and its products: torch's, or on CPUs one native pass.
+"""Sums of squares in fp64 along the dimensions of a block: torch's, or on CPUs one native pass.
 
 On a CPU no sum depends on the number of threads: each is made of partial sums over fixed pieces, added in order.
 ``native=False`` keeps to torch.
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from subulp.formula.factors import deviation, product
 
 PIECE = 1 << 14
 """Elements that are summed by one thread: below torch's own limit (32768) for splitting a sum."""
@@ -39,7 +41,7 @@ def weighted_square_sum(block: Tensor, by_row: Tensor, by_col: Tensor, native: b
         kernels: Any = _kernels()
         total = kernels.weighted(*map(_as_array, (block, by_row.reshape(-1), by_col.reshape(-1))))
         return torch.tensor(total, dtype=torch.float64)
-    return square_sum(by_row * by_col * block.to(by_row.dtype), native)
+    return square_sum(product(block.to(by_row.dtype), by_row, by_col), native)
 
 
 def deviation_square_sums(
@@ -49,19 +51,10 @@ def deviation_square_sums(
     if native and block.dim() == 2 and by_row.dtype == torch.float32 and _is_native(block) and _is_native(other):
         kernels: Any = _kernels()
         arrays = map(_as_array, (block, by_row.reshape(-1), by_col.reshape(-1), other))
-        row, col = kernels.deviation(*arrays, float(factor))
+        row, col = kernels.deviation_of(*arrays, float(factor))
         return torch.from_numpy(row), torch.from_numpy(col)
-    return square_sums(by_row * by_col * block.to(by_row.dtype) - other.to(by_row.dtype) * factor, native)
-
-
-def weighted_block(block: Tensor, by_row: Tensor, by_col: Tensor, out: Tensor, native: bool = True) -> Tensor:
-    """``by_row * by_col * block`` in the dtype of ``out``, the left product first; shapes as above. Returns ``out``."""
-    if native and block.dim() == 2 and out.dtype == torch.float32 and _is_native(block) and _is_native(out):
-        kernels: Any = _kernels()
-        kernels.weigh_into(*(_as_array(t) for t in (block, by_row.reshape(-1), by_col.reshape(-1), out)))
-        return out
-    torch.mul(by_row, by_col, out=out)
-    return out.mul_(block.to(out.dtype))
+    dtype = by_row.dtype
+    return square_sums(deviation(block.to(dtype), by_row, by_col, other.to(dtype), factor), native)
 
 
 def square_sum(block: Tensor, native: bool = True) -> Tensor:

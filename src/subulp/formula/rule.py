@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from math import prod
 from typing import Any
@@ -55,9 +55,13 @@ class State:
         return value
 
 
+AXES = ("by_row", "by_col", "per_tensor")
+"""What an argument may have one number for, besides the element and the launch."""
+
+
 @dataclass(frozen=True)
 class Rule:
-    """An elementwise update ``formula(p, *states, *reads, *scalars) -> (p, *states)``.
+    """An elementwise update ``formula(p, *states, *reads, *by_col, *by_row, *scalars) -> (p, *states)``.
 
     The formula is one plain function over ``+ - *``, comparisons and the names in ``subulp.formula.ops``. Every backend
     compiles this very function between a generic load to fp32 and a generic store. The written tensors, the target first,
@@ -68,8 +72,14 @@ class Rule:
     states: tuple[State, ...] = ()
     reads: tuple[str, ...] = ("g",)
     """The names of the tensors that are only read, as in the formula."""
+    by_col: tuple[str, ...] = ()
+    """The names of what has one number for each column of a matrix."""
+    by_row: tuple[str, ...] = ()
+    """The names of what has one number for each row of a matrix."""
     scalars: tuple[str, ...] = field(init=False)
     """The names of the formula's other arguments."""
+    per_tensor: tuple[str, ...] = ()
+    """Those of the scalars that come from a sum over the tensor."""
     keeps_nonfinite: bool = True
     """An Inf or NaN already in the target stays as it is, to the bit (decay would make Inf - Inf)."""
     raw: bool = False
@@ -78,12 +88,32 @@ class Rule:
     def __post_init__(self) -> None:
         names = tuple(signature(self.formula).parameters)
         given = 1 + len(self.states)
-        if names[given : given + len(self.reads)] != self.reads:
+        named = (*self.reads, *self.by_col, *self.by_row)
+        scalars = names[given + len(named) :]
+        if names[given : given + len(named)] != named or not {*self.per_tensor} <= {*scalars}:
             raise ValueError(
-                f"{self.formula.__name__}{names} with {len(self.states)} states and reads {self.reads}: the arguments are "
-                "the parameter, the states, what is read, the scalars, in this order."
+                f"{self.formula.__name__}{names} with {len(self.states)} states and {named}: the arguments are the "
+                "parameter, the states, what is read, by column, by row, the scalars, in this order."
             )
-        object.__setattr__(self, "scalars", names[given + len(self.reads) :])
+        object.__setattr__(self, "scalars", scalars)
+
+    def ordered(self, scalars: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The scalars in the order of the formula's arguments.
+
+        Raises:
+            ValueError: one is missing, or there is one that the formula does not take.
+        """
+        if scalars.keys() != set(self.scalars):
+            raise ValueError(f"Scalars {list(scalars)} for a formula that takes {list(self.scalars)}.")
+        return tuple(scalars[name] for name in self.scalars)
+
+    def by_elements(self) -> Rule:
+        """The same where factors by row and column are tensors of the parameter's shape that are read."""
+        return replace(self, reads=(*self.reads, *self.by_col, *self.by_row), by_col=(), by_row=())
+
+    def by_rows(self) -> Rule:
+        """The same for a row, as a tensor: factors by column are read, those by row are scalars."""
+        return replace(self, reads=(*self.reads, *self.by_col), by_col=(), by_row=())
 
     @property
     def written(self) -> tuple[str, ...]:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from subulp.formula.compose import compose
+from subulp.formula.factors import weighed
 from subulp.formula.rule import Rule, State
 from subulp.optimizer import Params
 from subulp.options import (
@@ -24,32 +26,16 @@ from subulp.options import (
     tuple_of,
 )
 from subulp.rules.factored import OuterProduct, factored_states, inverse_root, size_of_update, update_of, whole_state
+from subulp.rules.parts import averaged, decayed, scaled
 from subulp.staged import StagedOptimizer, Stages
 
-
-def adafactor(p, u, scale, decay):  # type: ignore[no-untyped-def]
-    return (p - (decay * p + scale * u),)
-
-
-def adafactor_momentum(p, m, u, scale, decay, beta1):  # type: ignore[no-untyped-def]
-    m = beta1 * m + scale * u
-    return p - (decay * p + m), m
-
-
-def adafactor_rows(p, g, c, r, scale, decay):  # type: ignore[no-untyped-def]
-    return adafactor(p, r * c * g, scale, decay)
-
-
-def adafactor_momentum_rows(p, m, g, c, r, scale, decay, beta1):  # type: ignore[no-untyped-def]
-    return adafactor_momentum(p, m, r * c * g, scale, decay, beta1)
-
-
-PLAIN = Rule(adafactor, reads=("u",))
-MOMENTUM = Rule(adafactor_momentum, (State("exp_avg"),), reads=("u",))
-BY_ROWS = {
-    PLAIN: Rule(adafactor_rows, reads=("g", "c")),
-    MOMENTUM: Rule(adafactor_momentum_rows, MOMENTUM.states, reads=("g", "c")),
-}
+_STEP = (scaled, decayed)
+_AVERAGED = (averaged.of(share="scale"), decayed.of(u="m"))
+_MOMENTUM = {"m": State("exp_avg")}
+WHOLE = compose(*_STEP, reads=("u",))
+WHOLE_MOMENTUM = compose(*_AVERAGED, states=_MOMENTUM, reads=("u",))
+FACTORED = {WHOLE: compose(weighed, *_STEP), WHOLE_MOMENTUM: compose(weighed, *_AVERAGED, states=_MOMENTUM)}
+"""The same updates where ``u`` comes from factors by row and column."""
 
 
 def _check_decay_rate(what: str, value: Any) -> Any:
@@ -183,7 +169,7 @@ class Adafactor(StagedOptimizer):
             raise ValueError(f"eps={group['eps']!r}{where}: the first may be None with semantics='torch' only.")
 
     def rule(self, group: dict[str, Any]) -> Rule:
-        return PLAIN if group["beta1"] is None else MOMENTUM
+        return WHOLE if group["beta1"] is None else WHOLE_MOMENTUM
 
     def states(self, group: dict[str, Any], p: Tensor | None = None) -> tuple[State, ...]:
         second = () if p is not None and p.dim() >= 2 else whole_state("exp_avg_sq")
@@ -200,19 +186,20 @@ class Adafactor(StagedOptimizer):
         if group["semantics"] == "torch":
             floor, clamp = 0.0, torch.finfo(stages.p.dtype).eps if floor is None else floor
         inverse = inverse_root(stages, "exp_avg_sq", beta2, floor, clamp)
-        direction = update_of(stages, inverse)
         lr = _step_size(group, step, rms)
         clip = (size_of_update(stages, inverse) / group["clip_threshold"]).clamp(min=1.0)
         decay = group["weight_decay"] * (group["lr"] if group["semantics"] == "torch" else lr)
         beta1 = group["beta1"]
-        scalars = (lr / clip, decay) if beta1 is None else ((1 - beta1) * lr / clip, decay, beta1)
+        scalars = {"scale": lr / clip if beta1 is None else (1 - beta1) * lr / clip, "decay": decay}
+        if beta1 is not None:
+            scalars["beta1"] = beta1
         rule = self.rule(group)
         if isinstance(inverse, OuterProduct):
-            by_row, by_col = inverse.vectors()
-            if stages.store_rows(BY_ROWS[rule], [by_row], [by_col], scalars):
-                return
+            stages.apply(FACTORED[rule], {"r": inverse.by_row, "c": inverse.by_col}, scalars)
+            return
+        direction = update_of(stages, inverse)
         for start, stop in stages.blocks():
-            stages.store(rule, [direction(start, stop)], scalars, start, stop)
+            stages.store(rule, {"u": direction(start, stop)}, scalars, start, stop)
 
     def _state_of(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = super()._state_of(p, group)

@@ -7,28 +7,19 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from subulp.formula.ops import maximum
+from subulp.formula.compose import compose
 from subulp.formula.rule import Rule
 from subulp.optimizer import Optimizer, Params
 from subulp.options import Options, check_flag
 from subulp.rules.adamw import AMSGRAD as DECOUPLED_AMSGRAD
+from subulp.rules.adamw import LARGEST, MOMENTS, AdamW, adam_direction
 from subulp.rules.adamw import PLAIN as DECOUPLED
-from subulp.rules.adamw import AdamW, change, moments
+from subulp.rules.parts import coupled, interpolated, largest, second_moment, subtracted
 
-
-def adam(p, m, v, g, decay, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, rsqrt_bias2):  # type: ignore[no-untyped-def]
-    m, v = moments(g + decay * p, m, v, one_minus_beta1, beta2, one_minus_beta2)
-    return p - change(m, v, eps, step_size, rsqrt_bias2), m, v
-
-
-def adam_amsgrad(p, m, v, v_max, g, decay, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, rsqrt_bias2):  # type: ignore[no-untyped-def]
-    m, v = moments(g + decay * p, m, v, one_minus_beta1, beta2, one_minus_beta2)
-    v_max = maximum(v_max, v)
-    return p - change(m, v_max, eps, step_size, rsqrt_bias2), m, v, v_max
-
-
-PLAIN = Rule(adam, DECOUPLED.states)
-AMSGRAD = Rule(adam_amsgrad, DECOUPLED_AMSGRAD.states)
+PLAIN = compose(coupled, interpolated, second_moment, adam_direction, subtracted, states=MOMENTS)
+AMSGRAD = compose(
+    coupled, interpolated, second_moment, largest, adam_direction.of(v="v_max"), subtracted, states=LARGEST
+)
 
 
 class Adam(AdamW):
@@ -81,6 +72,6 @@ class Adam(AdamW):
             return DECOUPLED_AMSGRAD if group["amsgrad"] else DECOUPLED
         return AMSGRAD if group["amsgrad"] else PLAIN
 
-    def scalars(self, group: dict[str, Any], step: Any) -> tuple[Any, ...]:
-        decay, *rest = super().scalars(group, step)
-        return (decay if group["decoupled_weight_decay"] else group["weight_decay"], *rest)
+    def scalars(self, group: dict[str, Any], step: Any) -> dict[str, Any]:
+        scalars = super().scalars(group, step)
+        return scalars if group["decoupled_weight_decay"] else {**scalars, "decay": group["weight_decay"]}

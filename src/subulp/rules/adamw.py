@@ -7,49 +7,38 @@ from typing import Any, ClassVar
 
 from typing_extensions import Unpack
 
-from subulp.formula.ops import div, maximum, sqrt
+from subulp.formula.compose import compose, part
+from subulp.formula.ops import div, sqrt
 from subulp.formula.rule import Rule, State
 from subulp.optimizer import Optimizer, Params
 from subulp.options import Options, check_betas, check_flag, check_nonnegative
+from subulp.rules.parts import decayed, interpolated, largest, second_moment
 
 
-def moments(g, m, v, one_minus_beta1, beta2, one_minus_beta2):  # type: ignore[no-untyped-def]
-    return m + one_minus_beta1 * (g - m), beta2 * v + one_minus_beta2 * g * g
-
-
-def change(m, v, eps, step_size, rsqrt_bias2):  # type: ignore[no-untyped-def]
+@part("u")
+def adam_direction(m, v, eps, step_size, rsqrt_bias2):  # type: ignore[no-untyped-def]
     return step_size * div(m, sqrt(v) * rsqrt_bias2 + eps)
 
 
-def adamw(p, m, v, g, decay, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, rsqrt_bias2):  # type: ignore[no-untyped-def]
-    m, v = moments(g, m, v, one_minus_beta1, beta2, one_minus_beta2)
-    return p - (decay * p + change(m, v, eps, step_size, rsqrt_bias2)), m, v
+MOMENTS = {"m": State("exp_avg"), "v": State("exp_avg_sq", squared=True)}
+LARGEST = {**MOMENTS, "v_max": State("max_exp_avg_sq", squared=True, alias="exp_avg_sq")}
+PLAIN = compose(interpolated, second_moment, adam_direction, decayed, states=MOMENTS)
+AMSGRAD = compose(interpolated, second_moment, largest, adam_direction.of(v="v_max"), decayed, states=LARGEST)
 
 
-def adamw_amsgrad(p, m, v, v_max, g, decay, one_minus_beta1, beta2, one_minus_beta2, eps, step_size, rsqrt_bias2):  # type: ignore[no-untyped-def]
-    m, v = moments(g, m, v, one_minus_beta1, beta2, one_minus_beta2)
-    v_max = maximum(v_max, v)
-    return p - (decay * p + change(m, v_max, eps, step_size, rsqrt_bias2)), m, v, v_max
-
-
-MOMENTS = (State("exp_avg"), State("exp_avg_sq", squared=True))
-PLAIN = Rule(adamw, MOMENTS)
-AMSGRAD = Rule(adamw_amsgrad, (*MOMENTS, State("max_exp_avg_sq", squared=True, alias="exp_avg_sq")))
-
-
-def scalars_of(group: dict[str, Any], step: Any) -> tuple[Any, ...]:
-    """The scalar arguments of :func:`adamw`."""
+def scalars_of(group: dict[str, Any], step: Any) -> dict[str, Any]:
+    """The scalars of AdamW's rules."""
     lr = group["lr"]
     beta1, beta2 = group["betas"]
-    return (
-        lr * group["weight_decay"],
-        1 - beta1,
-        beta2,
-        1 - beta2,
-        group["eps"],
-        lr / (1 - beta1**step),
-        (1 - beta2**step) ** -0.5,
-    )
+    return {
+        "decay": lr * group["weight_decay"],
+        "one_minus_beta1": 1 - beta1,
+        "beta2": beta2,
+        "one_minus_beta2": 1 - beta2,
+        "eps": group["eps"],
+        "step_size": lr / (1 - beta1**step),
+        "rsqrt_bias2": (1 - beta2**step) ** -0.5,
+    }
 
 
 class AdamW(Optimizer):
@@ -113,5 +102,5 @@ class AdamW(Optimizer):
     def rule(self, group: dict[str, Any]) -> Rule:
         return AMSGRAD if group["amsgrad"] else PLAIN
 
-    def scalars(self, group: dict[str, Any], step: Any) -> tuple[Any, ...]:
+    def scalars(self, group: dict[str, Any], step: Any) -> dict[str, Any]:
         return scalars_of(group, step)

@@ -9,6 +9,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from subulp.backends.sums import deviation_square_sums
+from subulp.formula.compose import compose, part
+from subulp.formula.factors import confidence, weighed
 from subulp.formula.rule import Rule, State
 from subulp.optimizer import Params
 from subulp.options import Options, check_flag, check_fraction, check_nonnegative, check_positive, tuple_of
@@ -16,33 +18,24 @@ from subulp.rules.factored import (
     OuterProduct,
     factored_states,
     inverse_root,
-    product_of,
     size_of_update,
     update_of,
     whole_state,
 )
+from subulp.rules.parts import averaged, decayed, scaled
 from subulp.staged import StagedOptimizer, Stages
 from subulp.torch_internals import local_tensor
 
 
-def came(p, m, u, w, beta1, share, lr, decay):  # type: ignore[no-untyped-def]
-    m = beta1 * m + share * u
-    return p - (decay * p + lr * (m * w)), m
-
-
-def came_whole(p, m, u, beta1, share, lr, decay):  # type: ignore[no-untyped-def]
-    m = beta1 * m + share * u
-    return p - (decay * p + lr * m), m
-
-
-def came_rows(p, m, g, c, d, r, s, beta1, share, lr, decay):  # type: ignore[no-untyped-def]
-    return came(p, m, r * c * g, s * d, beta1, share, lr, decay)
+@part("u")
+def trusted(m, w):  # type: ignore[no-untyped-def]
+    return m * w
 
 
 MOMENTUM = State("exp_avg")
-FACTORED = Rule(came, (MOMENTUM,), reads=("u", "w"))
-FACTORED_ROWS = Rule(came_rows, (MOMENTUM,), reads=("g", "c", "d"))
-WHOLE = Rule(came_whole, (MOMENTUM,), reads=("u",))
+_RATE = scaled.of(scale="lr")
+FACTORED = compose(weighed, averaged, confidence, trusted, _RATE, decayed, states={"m": MOMENTUM})
+WHOLE = compose(averaged, _RATE.of(u="m").to("u"), decayed, states={"m": MOMENTUM}, reads=("u",))
 
 
 class CAME(StagedOptimizer):
@@ -125,13 +118,13 @@ class CAME(StagedOptimizer):
         beta1, beta2, beta3 = map(float, group["betas"])
         lr = float(group["lr"])
         inverse = inverse_root(stages, "exp_avg_sq", beta2, group["eps"][0])
-        direction = update_of(stages, inverse)
         clip = (size_of_update(stages, inverse) / group["clip_threshold"]).clamp(min=1.0)
         share = (1 - beta1) / clip
-        scalars = (beta1, share, lr, lr * group["weight_decay"])
+        scalars = {"beta1": beta1, "share": share, "lr": lr, "decay": lr * group["weight_decay"]}
         if len(stages.shape) < 2:
+            direction = update_of(stages, inverse)
             for start, stop in stages.blocks():
-                stages.store(WHOLE, [direction(start, stop)], scalars, start, stop)
+                stages.store(WHOLE, {"u": direction(start, stop)}, scalars, start, stop)
             return
         outer = cast(OuterProduct, inverse)  # of every parameter with two dimensions or more
         factor, kept = clip.to(stages.dtype), stages.state["exp_avg"]
@@ -153,9 +146,5 @@ class CAME(StagedOptimizer):
             reads=[local_tensor(kept)],
         )
         confident = cast(OuterProduct, weight)
-        (r, c), (s, d) = outer.vectors(), confident.vectors()
-        if stages.store_rows(FACTORED_ROWS, [r, s], [c, d], scalars):
-            return
-        confidence = product_of(stages, confident)
-        for start, stop in stages.blocks():
-            stages.store(FACTORED, [direction(start, stop), confidence(start, stop)], scalars, start, stop)
+        factors = {"r": outer.by_row, "c": outer.by_col, "s": confident.by_row, "d": confident.by_col}
+        stages.apply(FACTORED, factors, scalars)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from subulp.backends.sums import square_sums, weighted_block, weighted_square_sum
+from subulp.backends.sums import square_sums, weighted_square_sum
 from subulp.formula.ops import div, sqrt
 from subulp.formula.rule import State
 from subulp.sharding import sum_over_shards
-from subulp.staged import Stages
+from subulp.staged import Stages, factor_rows
 from subulp.torch_internals import local_tensor
 
 Blocks = Callable[[int, int], Tensor]
@@ -22,23 +22,18 @@ Sums = Callable[[int, int], tuple[Tensor, Tensor]]
 
 
 class OuterProduct:
-    """``by_row * by_col`` by blocks of rows."""
+    """``by_row * by_col``, shapes (..., rows, 1) and (..., 1, columns), by blocks of rows."""
 
     def __init__(self, by_row: Tensor, by_col: Tensor) -> None:
-        self._by_row = by_row
-        self._by_col = by_col
+        self.by_row = by_row
+        self.by_col = by_col
 
     def __call__(self, start: int, stop: int) -> Tensor:
         by_row, by_col = self.factors(start, stop)
         return by_row * by_col
 
-    def vectors(self) -> tuple[Tensor, Tensor]:
-        """Of a matrix: shapes (rows,) and (columns,)."""
-        return self._by_row.reshape(-1), self._by_col.reshape(-1)
-
     def factors(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Shapes (..., rows, 1) and (..., 1, columns)."""
-        return self._by_row[start:stop], self._by_col if self._by_row.dim() == 2 else self._by_col[start:stop]
+        return factor_rows(self.by_row, start, stop), factor_rows(self.by_col, start, stop)
 
 
 def factored_states(name: str) -> tuple[State, ...]:
@@ -126,26 +121,8 @@ def _mean_squares(stages: Stages, sums: Sums, reads: Sequence[Tensor]) -> tuple[
 
 
 def update_of(stages: Stages, inverse: Blocks) -> Blocks:
-    """``u = g / sqrt(v)``, from blocks of ``1 / sqrt(v)``; a block is valid until the next one is asked for."""
-    if not isinstance(inverse, OuterProduct):
-        return lambda start, stop: inverse(start, stop).mul_(stages.gradient(start, stop))
-
-    def update(start: int, stop: int) -> Tensor:
-        g = stages.stored_gradient(start, stop)
-        return weighted_block(g, *inverse.factors(start, stop), stages.scratch("update", g.shape), stages.native)
-
-    return update
-
-
-def product_of(stages: Stages, outer: OuterProduct) -> Blocks:
-    """The blocks of ``outer``; each is valid until the next one is asked for."""
-
-    def product(start: int, stop: int) -> Tensor:
-        by_row, by_col = outer.factors(start, stop)
-        shape = torch.broadcast_shapes(by_row.shape, by_col.shape)
-        return torch.mul(by_row, by_col, out=stages.scratch("product", shape))
-
-    return product
+    """``u = g / sqrt(v)``, from blocks of ``1 / sqrt(v)``."""
+    return lambda start, stop: inverse(start, stop).mul_(stages.gradient(start, stop))
 
 
 def size_of_update(stages: Stages, inverse: Blocks) -> Tensor:

@@ -7,17 +7,26 @@ from typing import Any, ClassVar
 
 from typing_extensions import Unpack
 
+from subulp.formula.compose import compose, part
 from subulp.formula.ops import sign
 from subulp.formula.rule import Rule, State
 from subulp.optimizer import Optimizer, Params
 from subulp.options import Options, check_betas, check_nonnegative
+from subulp.rules.parts import decayed, interpolated, scaled
 
 
-def lion(p, m, g, decay, lr, one_minus_beta1, one_minus_beta2):  # type: ignore[no-untyped-def]
-    return p - (decay * p + lr * sign(m + one_minus_beta1 * (g - m))), m + one_minus_beta2 * (g - m)
+@part("u")
+def lion_direction(m, g, one_minus_beta1):  # type: ignore[no-untyped-def]
+    return sign(m + one_minus_beta1 * (g - m))
 
 
-RULE = Rule(lion, (State("exp_avg"),))
+RULE = compose(
+    lion_direction,
+    scaled.of(scale="lr"),
+    interpolated.of(one_minus_beta1="one_minus_beta2"),
+    decayed,
+    states={"m": State("exp_avg")},
+)
 
 
 class Lion(Optimizer):
@@ -59,6 +68,12 @@ class Lion(Optimizer):
     def rule(self, group: dict[str, Any]) -> Rule:
         return RULE
 
-    def scalars(self, group: dict[str, Any], step: Any) -> tuple[Any, ...]:
+    def scalars(self, group: dict[str, Any], step: Any) -> dict[str, Any]:
+        lr = group["lr"]
         beta1, beta2 = group["betas"]
-        return group["lr"] * group["weight_decay"], group["lr"], 1 - beta1, 1 - beta2
+        return {
+            "decay": lr * group["weight_decay"],
+            "lr": lr,
+            "one_minus_beta1": 1 - beta1,
+            "one_minus_beta2": 1 - beta2,
+        }

@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from subulp.batch import Batch
+from subulp.formula.compose import compose
 from subulp.formula.rule import Rule, State
 from subulp.optimizer import Optimizer, Params
 from subulp.options import (
@@ -30,6 +31,7 @@ from subulp.options import (
 from subulp.rules.adamw import PLAIN as ADAMW
 from subulp.rules.adamw import scalars_of
 from subulp.rules.muon_groups import VIEWS, checked_adam, checked_grouping, matrices_of, split
+from subulp.rules.parts import decayed, interpolated, scaled
 from subulp.sharding import part_of, whole_of
 from subulp.staged import StagedOptimizer, Stages
 
@@ -37,15 +39,13 @@ BATCH = 1 << 24
 """Elements of the matrices that are orthogonalised together, at most."""
 
 
-def average(g, b, one_minus_momentum):  # type: ignore[no-untyped-def]
-    return b + one_minus_momentum * (g - b)
-
-
-def muon(p, b, g, o, decay, step_size, one_minus_momentum):  # type: ignore[no-untyped-def]
-    return p - (decay * p + step_size * o), average(g, b, one_minus_momentum)
-
-
-MUON = Rule(muon, (State("momentum_buffer"),), reads=("g", "o"))
+MUON = compose(
+    scaled.of(u="o", scale="step_size"),
+    decayed.of(u="o"),
+    interpolated.of(m="b", one_minus_beta1="one_minus_momentum"),
+    states={"b": State("momentum_buffer")},
+    reads=("g", "o"),
+)
 
 
 def _check_real(what: str, value: Any) -> Any:
@@ -221,7 +221,7 @@ class Muon(StagedOptimizer):
     def rule(self, group: dict[str, Any]) -> Rule:
         return MUON if group["use_muon"] else ADAMW
 
-    def scalars(self, group: dict[str, Any], step: Any) -> tuple[Any, ...]:
+    def scalars(self, group: dict[str, Any], step: Any) -> dict[str, Any]:
         return scalars_of(group, step)  # of AdamW groups
 
     def _kind(self, group: dict[str, Any]) -> Any:
@@ -240,11 +240,15 @@ class Muon(StagedOptimizer):
             matrices = torch.cat([whole_of(_direction(stages), stages.p).bfloat16().reshape(view) for stages in batch])
             orthogonal = _orthogonal(matrices, group).reshape(len(batch), *shape)
             lr = float(group["lr"])
-            scalars = (lr * group["weight_decay"], lr * _adjustment(group, view[1:]), 1 - group["momentum"])
+            scalars = {
+                "decay": lr * group["weight_decay"],
+                "step_size": lr * _adjustment(group, view[1:]),
+                "one_minus_momentum": 1 - group["momentum"],
+            }
             for stages, whole in zip(batch, orthogonal, strict=True):
                 o = part_of(whole, stages.p)
                 for start, stop in stages.blocks():
-                    reads = [stages.gradient(start, stop), stages.rows(o, start, stop)]
+                    reads = {"g": stages.gradient(start, stop), "o": stages.rows(o, start, stop)}
                     stages.store(MUON, reads, scalars, start, stop)
 
 
@@ -262,7 +266,7 @@ def _direction(stages: Stages) -> Tensor:
     momentum = float(stages.group["momentum"])
     g = stages.whole_gradient()
     rows = stages.local.shape[0]
-    b = average(g, stages.rows(stages.state["momentum_buffer"], 0, rows).to(stages.dtype), 1 - momentum)
+    b = interpolated(stages.rows(stages.state["momentum_buffer"], 0, rows).to(stages.dtype), g, 1 - momentum)
     result: Tensor = g + momentum * (b - g) if stages.group["nesterov"] else b
     return result
 

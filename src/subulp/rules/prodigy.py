@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 
 from subulp.backends.sums import total_of
 from subulp.batch import Batch
+from subulp.formula.compose import compose, part
 from subulp.formula.ops import div, sqrt
 from subulp.formula.rule import Rule, State
 from subulp.optimizer import Params
@@ -26,19 +27,25 @@ from subulp.options import (
     check_positive,
     optional,
 )
+from subulp.rules.parts import averaged, coupled, decayed, second_moment
 from subulp.sharding import sum_over_shards
 from subulp.staged import StagedOptimizer, Stages
 from subulp.torch_internals import is_dtensor, local_tensor
 
 
-def prodigy(p, m, v, g, decoupled, coupled, beta1, gain1, beta2, gain2, step_size, eps):  # type: ignore[no-untyped-def]
-    g = g + coupled * p
-    m = beta1 * m + gain1 * g
-    v = beta2 * v + gain2 * g * g
-    return p - (decoupled * p + step_size * div(m, sqrt(v) + eps)), m, v
+@part("u")
+def prodigy_direction(m, v, eps, step_size):  # type: ignore[no-untyped-def]
+    return step_size * div(m, sqrt(v) + eps)
 
 
-RULE = Rule(prodigy, (State("exp_avg"), State("exp_avg_sq", squared=True)))
+RULE = compose(
+    coupled.of(decay="coupled"),
+    averaged.of(u="g", share="gain1"),
+    second_moment.of(one_minus_beta2="gain2"),
+    prodigy_direction,
+    decayed.of(decay="decoupled"),
+    states={"m": State("exp_avg"), "v": State("exp_avg_sq", squared=True)},
+)
 
 
 def _check_growth_rate(what: str, value: Any) -> Any:
@@ -222,18 +229,18 @@ class Prodigy(StagedOptimizer):
         weight = (d / first * (d if group["safeguard_warmup"] else rate)).to(stages.dtype)
         self._measure(stages, weight, d / first * rate, beta3)
         decay = float(group["weight_decay"])
-        scalars = (
-            rate * decay if group["decouple"] else 0.0,
-            0.0 if group["decouple"] else decay,
-            beta1,
-            d * (1 - beta1),
-            beta2,
-            d * d * (1 - beta2),
-            rate,
-            d * group["eps"],
-        )
+        scalars = {
+            "decoupled": rate * decay if group["decouple"] else 0.0,
+            "coupled": 0.0 if group["decouple"] else decay,
+            "beta1": beta1,
+            "gain1": d * (1 - beta1),
+            "beta2": beta2,
+            "gain2": d * d * (1 - beta2),
+            "step_size": rate,
+            "eps": d * group["eps"],
+        }
         for start, stop in stages.blocks():
-            stages.store(RULE, [stages.gradient(start, stop)], scalars, start, stop)
+            stages.store(RULE, {"g": stages.gradient(start, stop)}, scalars, start, stop)
 
     def _measure(self, stages: Stages, weight: Tensor, share: Tensor, beta3: float) -> None:
         """Updates s, and adds the parameter's part of r and of the norm of s to what is pending."""
@@ -256,12 +263,12 @@ class Prodigy(StagedOptimizer):
         if not pending:
             return
         parts: dict[Any, tuple[Tensor, Tensor]] = {}
-        for _, p, part in sorted(pending, key=lambda entry: entry[0]):
+        for _, p, sums in sorted(pending, key=lambda entry: entry[0]):
             key = (id(getattr(p, "device_mesh", None)), getattr(p, "placements", None))
-            parts[key] = (p, part if key not in parts else parts[key][1] + part)
+            parts[key] = (p, sums if key not in parts else parts[key][1] + sums)
         group = self.param_groups[0]
-        sums = [sum_over_shards(part, p) for p, part in parts.values()]
-        added, denominator = torch.stack(sums).sum(0)
+        totals = [sum_over_shards(own, p) for p, own in parts.values()]
+        added, denominator = torch.stack(totals).sum(0)
         beta3 = math.sqrt(float(group["betas"][1])) if group["beta3"] is None else float(group["beta3"])
         numerator = beta3 * group["d_numerator"] + added
         d, d0 = group["d"], group["d0"]

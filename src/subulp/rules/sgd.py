@@ -8,33 +8,28 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from subulp.formula.compose import compose, part
 from subulp.formula.rule import Rule, State
 from subulp.optimizer import Optimizer, Params
 from subulp.options import Options, check_flag, check_nonnegative
+from subulp.rules.parts import coupled, scaled, subtracted
 
 
-def sgd(p, g, decay, lr):  # type: ignore[no-untyped-def]
-    return (p - lr * (g + decay * p),)
+@part("b")
+def accumulated(b, g, momentum, share):  # type: ignore[no-untyped-def]
+    return momentum * b + share * g
 
 
-def average(p, g, b, decay, momentum, share):  # type: ignore[no-untyped-def]
-    return momentum * b + share * (g + decay * p)
+@part("u")
+def nesterov_direction(g, b, momentum):  # type: ignore[no-untyped-def]
+    return g + momentum * b
 
 
-def sgd_momentum(p, b, g, decay, lr, momentum, share):  # type: ignore[no-untyped-def]
-    b = average(p, g, b, decay, momentum, share)
-    return p - lr * b, b
-
-
-def sgd_nesterov(p, b, g, decay, lr, momentum, share):  # type: ignore[no-untyped-def]
-    b = average(p, g, b, decay, momentum, share)
-    return p - lr * (g + decay * p + momentum * b), b
-
-
-BUFFER = (State("momentum_buffer"),)
-PLAIN = Rule(sgd)
-MOMENTUM = Rule(sgd_momentum, BUFFER)
-NESTEROV = Rule(sgd_nesterov, BUFFER)
+_RATE = scaled.of(scale="lr")
+BUFFER = {"b": State("momentum_buffer")}
+PLAIN = compose(coupled, _RATE.of(u="g"), subtracted.of(u="g"))
+MOMENTUM = compose(coupled, accumulated, _RATE.of(u="b").to("u"), subtracted, states=BUFFER)
+NESTEROV = compose(coupled, accumulated, nesterov_direction, _RATE, subtracted, states=BUFFER)
 
 
 class SGD(Optimizer):
@@ -109,8 +104,8 @@ class SGD(Optimizer):
             return PLAIN
         return NESTEROV if group["nesterov"] else MOMENTUM
 
-    def scalars(self, group: dict[str, Any], step: Any) -> tuple[Any, ...]:
-        scalars = (group["weight_decay"], group["lr"])
-        if group["momentum"] == 0:
-            return scalars
-        return (*scalars, group["momentum"], 1.0 - group["dampening"] * (step > 1))
+    def scalars(self, group: dict[str, Any], step: Any) -> dict[str, Any]:
+        scalars = {"decay": group["weight_decay"], "lr": group["lr"]}
+        if group["momentum"] != 0:
+            scalars |= {"momentum": group["momentum"], "share": 1.0 - group["dampening"] * (step > 1)}
+        return scalars

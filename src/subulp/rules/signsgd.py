@@ -6,23 +6,21 @@ from typing import Any, ClassVar
 
 from typing_extensions import Unpack
 
-from subulp.formula.ops import sign
+from subulp.formula.compose import compose
 from subulp.formula.rule import Rule, State
 from subulp.optimizer import Optimizer, Params
 from subulp.options import Options, check_fraction, check_nonnegative
+from subulp.rules.parts import decayed, interpolated, scaled, signed
 
-
-def signsgd(p, g, decay, lr):  # type: ignore[no-untyped-def]
-    return (p - (decay * p + lr * sign(g)),)
-
-
-def signum(p, b, g, decay, lr, one_minus_momentum):  # type: ignore[no-untyped-def]
-    b = b + one_minus_momentum * (g - b)
-    return p - (decay * p + lr * sign(b)), b
-
-
-PLAIN = Rule(signsgd)
-MOMENTUM = Rule(signum, (State("momentum_buffer"),))
+_RATE = scaled.of(scale="lr")
+PLAIN = compose(signed.of(u="g").to("u"), _RATE, decayed)
+MOMENTUM = compose(
+    interpolated.of(m="b", one_minus_beta1="one_minus_momentum"),
+    signed.of(u="b").to("u"),
+    _RATE,
+    decayed,
+    states={"b": State("momentum_buffer")},
+)
 
 
 class SignSGD(Optimizer):
@@ -64,6 +62,6 @@ class SignSGD(Optimizer):
     def rule(self, group: dict[str, Any]) -> Rule:
         return PLAIN if group["momentum"] == 0 else MOMENTUM
 
-    def scalars(self, group: dict[str, Any], step: Any) -> tuple[Any, ...]:
-        scalars = (group["lr"] * group["weight_decay"], group["lr"])
-        return scalars if group["momentum"] == 0 else (*scalars, 1 - group["momentum"])
+    def scalars(self, group: dict[str, Any], step: Any) -> dict[str, Any]:
+        scalars = {"decay": group["lr"] * group["weight_decay"], "lr": group["lr"]}
+        return scalars if group["momentum"] == 0 else {**scalars, "one_minus_momentum": 1 - group["momentum"]}

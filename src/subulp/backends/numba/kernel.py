@@ -101,13 +101,13 @@ SIGNATURE = types.void(
 )
 
 
-def _inner(function: Callable[..., Any], names: dict[str, Any], key: int) -> Any:
+def _inner(function: Callable[..., Any], names: dict[str, Any], key: int, **options: Any) -> Any:
     """A function compiled into the kernel.
 
     The key goes into its symbol. Numba numbers symbols by process, so libraries that two processes have cached may use one
     name for different code; loaded together, one would call the other's.
     """
-    return njit(error_model="numpy")(_specialise(function, names, key))
+    return njit(error_model="numpy", **options)(_specialise(function, names, key))
 
 
 def _specialise(function: Callable[..., Any], names: dict[str, Any], key: int) -> Any:
@@ -137,15 +137,23 @@ def _content_key(*parts: Any) -> int:
 
 
 def cached_jit(
-    function: Callable[..., Any], signature: Any, *key: str, inner: Sequence[Callable[..., Any]] = (), **options: Any
+    function: Callable[..., Any],
+    signature: Any,
+    *key: str,
+    exact: Sequence[Callable[..., Any]] = (),
+    inner: Sequence[Callable[..., Any]] = (),
+    **options: Any,
 ) -> Any:
-    """A function compiled now, cached under its code and the key. ``options`` do not reach the ``inner`` functions.
+    """A function compiled now, cached under its code and the key.
 
-    An inner function may call those before it.
+    It may call the ``inner`` functions, which inherit its options, and the ``exact`` ones, in which fp32 operations stay as
+    they are written. Each of them may call those before it, exact ones first.
     """
-    codes = [(f.__code__.co_code, f.__code__.co_consts, f.__code__.co_names) for f in (function, *inner)]
+    codes = [(f.__code__.co_code, f.__code__.co_consts, f.__code__.co_names) for f in (function, *exact, *inner)]
     number = _content_key(*codes, *key)
     names: dict[str, Any] = {}
+    for f in exact:
+        names[f.__name__] = _inner(f, dict(names), number, fastmath=False)
     for f in inner:
         names[f.__name__] = _inner(f, dict(names), number)
     return _jit(_specialise(function, names, number), signature, **options)

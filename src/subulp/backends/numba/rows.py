@@ -6,7 +6,7 @@ read. So the update of Adafactor and CAME needs no temporary of the matrix's sha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -37,9 +37,8 @@ def run(
     rule: Rule,
     written: Sequence[Tensor],
     reads: Sequence[Tensor],
-    by_row: Sequence[Tensor],
-    by_col: Sequence[Tensor],
-    scalars: Sequence[float],
+    factors: Mapping[str, Tensor],
+    scalars: Mapping[str, float],
     *,
     columns: int,
     offset: tuple[int, int],
@@ -51,11 +50,12 @@ def run(
 ) -> None:
     """Updates ``written`` (rows, width) in place.
 
-    The rule reads ``reads``, then ``by_col`` (fp32, width); its scalars are ``by_row`` (fp32, rows), then ``scalars``.
+    ``factors`` are those by row (fp32, rows) and by column (fp32, width).
     ``columns`` is the width of the whole matrix and ``offset`` where this block begins in it.
     """
     rows, width = written[0].shape
     matrices = [*written, *reads]
+    by_col = [factors[name] for name in rule.by_col]
     dtypes = (*(t.dtype for t in matrices), *(t.dtype for t in by_col))
     tables = _tables if rows <= KEPT else _tables.__wrapped__
     launch, number = tables(rule, dtypes, stochastic, (rows, width), columns, offset)
@@ -64,10 +64,10 @@ def run(
         pointers[:, c] = t.data_ptr() + number * (width * t.element_size())
     for c, t in enumerate(by_col, len(matrices)):
         pointers[:, c] = t.data_ptr()
-    table = np.empty((rows, len(rule.scalars)))
-    for c, t in enumerate(by_row):
-        table[:, c] = t.numpy()
-    table[:, len(by_row) :] = scalars
+    table = np.empty((rows, len(rule.by_row) + len(rule.scalars)))
+    for c, name in enumerate(rule.by_row):
+        table[:, c] = factors[name].numpy()
+    table[:, len(rule.by_row) :] = rule.ordered(scalars)
     streams, steps = (np.full(rows, value, dtype=np.int64) for value in (stream, step))
     launch(pointers, table, number, streams, steps, seed, factor)
     mark_written(written)
@@ -84,7 +84,7 @@ def _tables(
 ) -> tuple[Launch, npt.NDArray[np.int64]]:
     """The launch for matrices of a shape, without streams, and the numbers of its rows."""
     rows, width = shape
-    launch = Launch(rule, dtypes, stochastic, [width] * rows, ())
+    launch = Launch(rule.by_rows(), dtypes, stochastic, [width] * rows, ())
     number = np.arange(rows, dtype=np.int64)
     launch.layouts[:, 0] = (offset[0] + number) * columns + offset[1]
     return launch, number

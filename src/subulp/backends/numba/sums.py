@@ -1,7 +1,7 @@
 """The native passes of ``sums.py``: one read of the block, no temporaries, a part of the rows for each thread.
 
-``reassoc`` lets LLVM add in vectors. It cannot change a square: a product of two factors has one order. Threads take whole
-strips of rows, whose column sums are added in order, so that no sum depends on the number of threads.
+``reassoc`` lets LLVM add in vectors. The fp32 products and squares that are added are exact functions, without it. Threads
+take whole strips of rows, whose column sums are added in order, so that no sum depends on the number of threads.
 """
 
 # mypy: disable-error-code="call-arg, var-annotated, unreachable"
@@ -23,6 +23,7 @@ from numba.extending import intrinsic
 from subulp.backends.forks import wait_for_all
 from subulp.backends.numba.kernel import cached_jit
 from subulp.backends.numba.launch import ELEMENTS_PER_THREAD, thread_pool
+from subulp.formula.factors import deviation, product
 
 STRIP = 64
 """Rows whose column sums are added by one thread."""
@@ -81,27 +82,13 @@ def row_and_col_sums(x, row, cols):  # type: ignore[no-untyped-def]
         strip_sums(x[first:last], row[first:last], cols[strip])
 
 
-def weigh(r, c, x):  # type: ignore[no-untyped-def]
-    return r * c * x
-
-
-def deviate(r, c, x, y, factor):  # type: ignore[no-untyped-def]
-    return r * c * x - y * factor
-
-
 def weighted_sum(x, r, row, c):  # type: ignore[no-untyped-def]
     for i in range(x.shape[0]):
         total = 0.0
         for j in range(x.shape[1]):
-            value = weigh(r[i], c[j], _value(x[i, j]))
+            value = product(_value(x[i, j]), r[i], c[j])
             total += squared(value)
         row[i] = total
-
-
-def weighted_values(x, r, out, c):  # type: ignore[no-untyped-def]
-    for i in range(x.shape[0]):
-        for j in range(x.shape[1]):
-            out[i, j] = weigh(r[i], c[j], _value(x[i, j]))
 
 
 def deviation_sums(x, r, row, y, c, factor, cols):  # type: ignore[no-untyped-def]
@@ -109,7 +96,7 @@ def deviation_sums(x, r, row, y, c, factor, cols):  # type: ignore[no-untyped-de
         col = cols[i // STRIP]
         total = 0.0
         for j in range(x.shape[1]):
-            value = deviate(r[i], c[j], _value(x[i, j]), _value(y[i, j]), factor)
+            value = deviation(_value(x[i, j]), r[i], c[j], _value(y[i, j]), factor)
             square = squared(value)
             total += square
             col[j] += square
@@ -128,34 +115,27 @@ def total_sums(x, totals):  # type: ignore[no-untyped-def]
 @cache
 def _row_and_col(element: Any) -> Any:
     signature = types.void(element[:, ::1], types.float64[::1], types.float64[:, ::1])
-    return cached_jit(row_and_col_sums, signature, str(element), inner=(squared, strip_sums), **_OPTIONS)
+    return cached_jit(row_and_col_sums, signature, str(element), exact=(squared,), inner=(strip_sums,), **_OPTIONS)
 
 
 @cache
 def _weighted(element: Any) -> Any:
     vector = types.float32[::1]
     signature = types.void(element[:, ::1], vector, types.float64[::1], vector)
-    return cached_jit(weighted_sum, signature, str(element), inner=(weigh, squared), **_OPTIONS)
-
-
-@cache
-def _weighted_values(element: Any) -> Any:
-    vector = types.float32[::1]
-    signature = types.void(element[:, ::1], vector, types.float32[:, ::1], vector)
-    return cached_jit(weighted_values, signature, str(element), inner=(weigh,), **_OPTIONS)
+    return cached_jit(weighted_sum, signature, str(element), exact=(product, squared), **_OPTIONS)
 
 
 @cache
 def _deviation(element: Any, other: Any) -> Any:
     vector, sums = types.float32[::1], types.float64[::1]
     signature = types.void(element[:, ::1], vector, sums, other[:, ::1], vector, types.float32, types.float64[:, ::1])
-    return cached_jit(deviation_sums, signature, f"{element} {other}", inner=(deviate, squared), **_OPTIONS)
+    return cached_jit(deviation_sums, signature, f"{element} {other}", exact=(product, deviation, squared), **_OPTIONS)
 
 
 @cache
 def _total(element: Any) -> Any:
     return cached_jit(
-        total_sums, types.void(element[::1], types.float64[::1]), str(element), inner=(squared,), **_OPTIONS
+        total_sums, types.void(element[::1], types.float64[::1]), str(element), exact=(squared,), **_OPTIONS
     )
 
 
@@ -171,15 +151,9 @@ def weighted(x: Array, r: Array, c: Array) -> float:
     return float(row.sum())
 
 
-def deviation(x: Array, r: Array, c: Array, y: Array, factor: float) -> tuple[Array, Array]:
+def deviation_of(x: Array, r: Array, c: Array, y: Array, factor: float) -> tuple[Array, Array]:
     """Sums of squares of each row and each column of ``r * c * x - factor * y``."""
     return _by_rows(_deviation(_ELEMENTS[x.dtype], _ELEMENTS[y.dtype]), [x, r], [c, np.float32(factor)], [y])
-
-
-def weigh_into(x: Array, r: Array, c: Array, out: Array) -> None:
-    """``out = r * c * x``."""
-    parts = [(x[a:b], r[a:b], out[a:b], c) for a, b in _parts(x)]
-    _run(_weighted_values(_ELEMENTS[x.dtype]), parts)
 
 
 def _parts(x: Array, unit: int = 1) -> Iterator[tuple[int, int]]:
