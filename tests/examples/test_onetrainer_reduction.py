@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from tests.bits import same_bits
 from tests.models import generator, make_params
 from tests.packages import load_example
+from tests.processes import ENVIRONMENT
 
 GradientRounding = load_example("onetrainer/gradient_reduction.py").GradientRounding
 WORLD = 2
@@ -121,6 +122,7 @@ import sys
 import torch
 import torch.distributed as dist
 from tests.examples.test_onetrainer_reduction import Rank
+from tests.processes import leave
 
 rank, store, target = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -133,14 +135,14 @@ for step in range(2):
         dist.all_reduce(grad, op=dist.ReduceOp.SUM)
         this.store(param, grad)
 torch.save([p.grad for p in this.params], f"{target}.{rank}")
-dist.destroy_process_group()
+leave()
 """
 
 
 @pytest.mark.slow
 def test_two_processes(tmp_path):
     command: list[Any] = [sys.executable, "-W", "ignore", "-c", PROCESS]
-    root, environment = Path(__file__).parents[2], {**os.environ, "OMP_NUM_THREADS": "1"}
+    root, environment = Path(__file__).parents[2], {**os.environ, **ENVIRONMENT}
     workers = [
         subprocess.Popen([*command, str(rank), tmp_path / "store", tmp_path / "grads"], cwd=root, env=environment)
         for rank in range(WORLD)

@@ -15,6 +15,7 @@ import subulp
 from subulp.rules import muon
 from tests.bits import same_bits
 from tests.models import everything, make_params, train
+from tests.processes import ENVIRONMENT
 
 SHAPES = ((64, 33), (33, 64), (64, 33), (5, 5), (1, 7), (0, 4))
 
@@ -148,6 +149,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import subulp
 from tests.bits import same_bits
 from tests.models import make_params, set_grads
+from tests.processes import leave
 
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -164,7 +166,7 @@ for dim in (0, 1):
             opt.step()
     for p, q in zip(plain, sharded):
         assert same_bits(p.detach(), q.detach().full_tensor()), (dim, p.shape)
-dist.destroy_process_group()
+leave()
 """
 
 
@@ -172,7 +174,7 @@ dist.destroy_process_group()
 def test_sharded_matrices_have_the_bits_of_whole_ones(tmp_path):
     root = Path(__file__).parents[2]
     command = [sys.executable, "-W", "ignore", "-c", SHARDED]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **ENVIRONMENT}
     workers = [
         subprocess.Popen(
             [*command, str(rank), str(tmp_path / "store")], cwd=root, env=environment, stderr=subprocess.PIPE, text=True
