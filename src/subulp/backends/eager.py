@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -32,28 +32,42 @@ def run(
     rule: Rule, bucket: Bucket, *, seed: int, stochastic: bool | tuple[bool, ...], read_factor: float = 1.0
 ) -> None:
     """Updates the bucket's written tensors in place. The first read tensor is multiplied by ``read_factor``."""
-    drawn = slots(stochastic, len(bucket.written))
     for i, layout in enumerate(bucket.layouts):
         columns = [column[i].view(-1) for column in (*bucket.written, *bucket.reads)]
-        compute = torch.float64 if columns[0].dtype == torch.float64 else torch.float32
-        codecs = tuple(_codec(t.dtype, compute) for t in columns)
-        scaled = read_factor != 1.0
-        element = element_of(rule, codecs, drawn, scaled)
-        # Tensors, so that what a formula computes of scalars alone is rounded as the kernels round it.
-        scalars = [torch.tensor(scalar, dtype=compute) for scalar in bucket.scalars[bucket.rows[i]].tolist()]
-        factor = (torch.tensor(read_factor, dtype=compute),) if scaled else ()
+        scalars = bucket.scalars[bucket.rows[i]].tolist()
         key = (seed, bucket.streams[i], int(bucket.steps[i]))
-        numel = columns[0].numel()
-        for start in range(0, numel, CHUNK):
-            stop = min(start + CHUNK, numel)
-            parts = [t[start:stop] for t in columns]
-            index = _indices(layout, start, stop, columns[0].device) if any(element.draws) else None
-            codes = list(map(load, parts))
-            numbers = element.update(codes, scalars, *factor)
-            for slot, (number, bits) in enumerate(zip(numbers, element.draws, strict=True)):
-                drawing = draw(index, *key, slot, bits) if index is not None and bits else None
-                store(parts[slot], element.encode(slot, number, drawing, codes[slot]))
+        update_elements(rule, columns, layout, key, scalars, stochastic, read_factor)
     bucket.finish()
+
+
+def update_elements(
+    rule: Rule,
+    columns: Sequence[Tensor],
+    layout: Layout | None,
+    key: tuple[int, int, int],
+    scalars: Sequence[float],
+    stochastic: bool | tuple[bool, ...],
+    factor: float,
+    more: Callable[[int, int], list[Tensor]] = lambda start, stop: [],
+) -> None:
+    """The update of one tensor's flat columns; ``more`` gives the elements from start to stop of further ones."""
+    compute = torch.float64 if columns[0].dtype == torch.float64 else torch.float32
+    codecs = tuple(codec_for(t.dtype, compute) for t in (*columns, *more(0, 0)))
+    scaled = factor != 1.0
+    element = element_of(rule, codecs, slots(stochastic, 1 + len(rule.states)), scaled)
+    # Tensors, so that what a formula computes of scalars alone is rounded as the kernels round it.
+    values = [torch.tensor(scalar, dtype=compute) for scalar in scalars]
+    factors = (torch.tensor(factor, dtype=compute),) if scaled else ()
+    numel = columns[0].numel()
+    for start in range(0, numel, CHUNK):
+        stop = min(start + CHUNK, numel)
+        parts = [t[start:stop] for t in columns]
+        index = _indices(layout, start, stop, columns[0].device) if any(element.draws) else None
+        codes = list(map(load, [*parts, *more(start, stop)]))
+        numbers = element.update(codes, values, *factors)
+        for slot, (number, bits) in enumerate(zip(numbers, element.draws, strict=True)):
+            drawing = draw(index, *key, slot, bits) if index is not None and bits else None
+            store(parts[slot], element.encode(slot, number, drawing, codes[slot]))
 
 
 def _indices(layout: Layout | None, start: int, stop: int, device: torch.device) -> Tensor:
@@ -85,7 +99,7 @@ def store(t: Tensor, code: Any) -> None:
 
 
 @cache
-def _codec(dtype: torch.dtype, compute: torch.dtype) -> Codec:
+def codec_for(dtype: torch.dtype, compute: torch.dtype) -> Codec:
     """The format of a column when formulas are computed in ``compute``."""
     if dtype == torch.float64:
         return Codec("fp64", dtype, 64, 0, lambda t: t.to(compute), _unrounded, lambda x: x.double())

@@ -1,107 +1,79 @@
-"""Sums of squares in fp64 along the dimensions of a block: torch's, or on CPUs one native pass.
+"""Sums of quantities over tensors, and updates with factors by row and column: one call for any number of tensors.
 
-On a CPU no sum depends on the number of threads: each is made of partial sums over fixed pieces, added in order.
-``native=False`` keeps to torch.
+``factors`` are *packed* fp32 vectors (``subulp.backends.matrices``), ``scalars`` numbers or fp64 vectors with one number for
+each tensor. Sums are fp64 and have one order on every backend (``subulp.formula.sums``): the bits do not depend on threads,
+on chunks or on which tensors are summed together.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from subulp.formula.factors import deviation, product
+from subulp.backends import registry
+from subulp.backends.matrices import Matrices, Operand
+from subulp.formula.rule import Quantity, Rule
+from subulp.numerics.layout import Layout
 
-PIECE = 1 << 14
-"""Elements that are summed by one thread: below torch's own limit (32768) for splitting a sum."""
-
-_NATIVE = {torch.bfloat16: torch.uint16, torch.float32: torch.float32}
-
-
-def square_sums(block: Tensor, native: bool = True) -> tuple[Tensor, Tensor]:
-    """Sums of the squares over the last and over the last but one dimension, each square rounded to fp32, fp64 sums."""
-    if native and block.dim() == 2 and _is_native(block):
-        kernels: Any = _kernels()
-        row, col = kernels.row_and_col(_as_array(block))
-        return torch.from_numpy(row), torch.from_numpy(col)
-    squares = _squares(block)
-    return _sum_along(squares, -1), _sum_along(squares, -2)
+_MODULES = {
+    "eager": "subulp.backends.eager_sums",
+    "numba": "subulp.backends.numba.matrices",
+    "triton": "subulp.backends.eager_sums",
+}
 
 
-def weighted_square_sum(block: Tensor, by_row: Tensor, by_col: Tensor, native: bool = True) -> Tensor:
-    """The sum (fp64, 0-d) of the squares of ``by_row * by_col * block``, products and squares in fp32.
+def sums(
+    quantity: Quantity,
+    matrices: Matrices,
+    over: Sequence[str],
+    factors: Mapping[str, Tensor],
+    scalars: Mapping[str, Operand],
+    *,
+    backend: str = "auto",
+    factor: float = 1.0,
+) -> dict[str, Tensor]:
+    """Sums of the quantity over ``"rows"`` and ``"cols"`` (packed: one for each row or column) and over ``"all"``.
 
-    Shapes: ``by_row`` (..., rows, 1), ``by_col`` (..., 1, columns).
+    The column ``g`` is multiplied by ``factor``.
     """
-    if native and block.dim() == 2 and by_row.dtype == torch.float32 and _is_native(block):
-        kernels: Any = _kernels()
-        total = kernels.weighted(*map(_as_array, (block, by_row.reshape(-1), by_col.reshape(-1))))
-        return torch.tensor(total, dtype=torch.float64)
-    return square_sum(product(block.to(by_row.dtype), by_row, by_col), native)
+    module = _module(backend, matrices.device, matrices.dtypes(quantity.reads), factors)
+    result: dict[str, Tensor] = module.sums(quantity, matrices, over, factors, scalars, factor)
+    return result
 
 
-def deviation_square_sums(
-    block: Tensor, by_row: Tensor, by_col: Tensor, other: Tensor, factor: Tensor, native: bool = True
-) -> tuple[Tensor, Tensor]:
-    """:func:`square_sums` of ``by_row * by_col * block - factor * other``, all in fp32. Shapes as above; ``factor`` 0-d."""
-    if native and block.dim() == 2 and by_row.dtype == torch.float32 and _is_native(block) and _is_native(other):
-        kernels: Any = _kernels()
-        arrays = map(_as_array, (block, by_row.reshape(-1), by_col.reshape(-1), other))
-        row, col = kernels.deviation_of(*arrays, float(factor))
-        return torch.from_numpy(row), torch.from_numpy(col)
-    dtype = by_row.dtype
-    return square_sums(deviation(block.to(dtype), by_row, by_col, other.to(dtype), factor), native)
+def run_factored(
+    rule: Rule,
+    matrices: Matrices,
+    layouts: Sequence[Layout],
+    streams: Sequence[int],
+    steps: Sequence[int],
+    factors: Mapping[str, Tensor],
+    scalars: Mapping[str, Operand],
+    *,
+    backend: str = "auto",
+    seed: int,
+    stochastic: bool | tuple[bool, ...],
+    factor: float = 1.0,
+) -> None:
+    """Updates the written tensors in place. The columns are the parameter, the rule's states and what it reads, in order.
+
+    ``layouts``, ``streams`` and ``steps`` are those of the noise, one for each tensor.
+    """
+    module = _module(backend, matrices.device, matrices.dtypes(tuple(matrices.columns)), factors)
+    arguments = (rule, matrices, layouts, streams, steps, factors, scalars)
+    module.run_factored(*arguments, seed=seed, stochastic=stochastic, factor=factor)
 
 
-def square_sum(block: Tensor, native: bool = True) -> Tensor:
-    """The sum of all squares: fp64, 0-d."""
-    if native and _is_native(block):
-        kernels: Any = _kernels()
-        return torch.tensor(kernels.total(_as_array(block.view(-1))), dtype=torch.float64)
-    return total_of(_squares(block))
-
-
-def total_of(t: Tensor) -> Tensor:
-    """The sum of all elements: fp64, 0-d."""
-    return _sum_along(t.reshape(-1), -1)
-
-
-def _sum_along(t: Tensor, dim: int) -> Tensor:
-    """``t.sum(dim)`` in fp64, on a CPU in pieces that torch does not split between threads."""
-    size = t.shape[dim]
-    if not t.is_cpu or size <= PIECE:
-        return t.sum(dim, dtype=torch.float64)
-    whole = size // PIECE * PIECE
-    pieces = t.narrow(dim, 0, whole).unflatten(dim, (-1, PIECE)).sum(dim, dtype=torch.float64)
-    return _sum_along(pieces, dim) + t.narrow(dim, whole, size - whole).sum(dim, dtype=torch.float64)
-
-
-def needs_no_temporaries(t: Tensor) -> bool:
-    """Whether these sums over a tensor with two dimensions are one native pass."""
-    return _is_native(t)
-
-
-def _squares(block: Tensor) -> Tensor:
-    return block.to(torch.promote_types(block.dtype, torch.float32)).square()
-
-
-def _is_native(block: Tensor) -> bool:
-    return block.is_cpu and block.dtype in _NATIVE and block.is_contiguous() and block.numel() > 0 and _has_numba()
+def _module(backend: str, device: torch.device, dtypes: Sequence[torch.dtype], factors: Mapping[str, Tensor]) -> Any:
+    kinds = (*dtypes, *{t.dtype for t in factors.values()})
+    return _imported(registry.choose(backend, device, kinds).NAME)
 
 
 @cache
-def _has_numba() -> bool:
-    return find_spec("numba") is not None
-
-
-@cache
-def _kernels() -> Any:
-    return importlib.import_module("subulp.backends.numba.sums")
-
-
-def _as_array(block: Tensor) -> Any:
-    return block.detach().view(_NATIVE[block.dtype]).numpy()
+def _imported(name: str) -> Any:
+    return importlib.import_module(_MODULES[name])

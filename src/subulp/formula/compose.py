@@ -9,7 +9,7 @@ from inspect import signature
 from typing import Any
 
 from subulp.formula.define import define
-from subulp.formula.rule import AXES, Rule, State
+from subulp.formula.rule import AXES, Quantity, Rule, State
 
 
 @dataclass(frozen=True)
@@ -106,33 +106,52 @@ def _compose(
     keeps_nonfinite: bool,
     raw: bool,
 ) -> Rule:
-    written = ["p", *(name for name, _ in states)]
-    axes = _axes(parts, {*written, *reads})
-    known = {*written, *reads}
-    scalars: list[str] = []
-    for each in parts:
-        scalars += [name for name in dict.fromkeys(each.inputs) if name not in known and name not in scalars]
-        known |= {*each.outputs}
-    _check(parts, written)
-    # Names come from other code: prefixed, none of them hides a part.
-    lines = [f"    {_names(each.outputs)} = part{i}({_names(each.inputs)})" for i, each in enumerate(parts)]
-    columns = [name for name in scalars if axes.get(name) == "by_col"]
-    rows = [name for name in scalars if axes.get(name) == "by_row"]
-    rest = [name for name in scalars if axes.get(name) not in ("by_row", "by_col")]
-    arguments = (*written, *reads, *columns, *rows, *rest)
-    name = "_".join(each.function.__name__ for each in parts)
-    text = "\n".join([f"def {name}({_names(arguments)}):", *lines, f"    return ({_names(written)},)", ""])
-    formula = define(name, text, {f"part{i}": each.function for i, each in enumerate(parts)})
+    written = ("p", *(name for name, _ in states))
+    formula, columns, rows, _, axes = _formula(parts, (*written, *reads), written, f"({', '.join(written)},)")
     return Rule(
         formula,
         tuple(state for _, state in states),
         reads=reads,
-        by_col=tuple(columns),
-        by_row=tuple(rows),
-        per_tensor=tuple(name for name in rest if name in axes),
+        by_col=columns,
+        by_row=rows,
+        per_tensor=tuple(name for name, axis in axes.items() if axis == "per_tensor"),
         keeps_nonfinite=keeps_nonfinite,
         raw=raw,
     )
+
+
+def quantity(*parts: Part, reads: Sequence[str] = ("g",)) -> Quantity:
+    """What the last part gives, for sums over the elements. Arguments as in :func:`compose`; nothing is written."""
+    return _quantity(parts, tuple(reads))
+
+
+@cache
+def _quantity(parts: tuple[Part, ...], reads: tuple[str, ...]) -> Quantity:
+    result = parts[-1].outputs
+    formula, columns, rows, scalars, _ = _formula(parts, reads, result, result[0])
+    return Quantity(formula, reads, columns, rows, scalars)
+
+
+def _formula(
+    parts: Sequence[Part], elementwise: Sequence[str], results: Sequence[str], returned: str
+) -> tuple[Any, tuple[str, ...], tuple[str, ...], tuple[str, ...], dict[str, str]]:
+    """The function of the parts, the names of what it takes by column, by row and as scalars, and the axes of all these."""
+    axes = _axes(parts, {*elementwise})
+    known = {*elementwise}
+    others: list[str] = []
+    for each in parts:
+        others += [name for name in dict.fromkeys(each.inputs) if name not in known and name not in others]
+        known |= {*each.outputs}
+    _check(parts, results)
+    columns, rows = (tuple(name for name in others if axes.get(name) == axis) for axis in ("by_col", "by_row"))
+    scalars = tuple(name for name in others if name not in (*columns, *rows))
+    arguments = (*elementwise, *columns, *rows, *scalars)
+    # Names come from other code: prefixed, none of them hides a part.
+    lines = [f"    {_names(each.outputs)} = part{i}({_names(each.inputs)})" for i, each in enumerate(parts)]
+    name = "_".join(each.function.__name__ for each in parts)
+    text = "\n".join([f"def {name}({_names(arguments)}):", *lines, f"    return {returned}", ""])
+    function = define(name, text, {f"part{i}": each.function for i, each in enumerate(parts)})
+    return function, columns, rows, scalars, axes
 
 
 def _names(names: Sequence[str]) -> str:

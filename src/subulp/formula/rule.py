@@ -103,9 +103,7 @@ class Rule:
         Raises:
             ValueError: one is missing, or there is one that the formula does not take.
         """
-        if scalars.keys() != set(self.scalars):
-            raise ValueError(f"Scalars {list(scalars)} for a formula that takes {list(self.scalars)}.")
-        return tuple(scalars[name] for name in self.scalars)
+        return _ordered(self.scalars, scalars)
 
     def by_elements(self) -> Rule:
         """The same where factors by row and column are tensors of the parameter's shape that are read."""
@@ -119,6 +117,27 @@ class Rule:
     def written(self) -> tuple[str, ...]:
         """The names of what is written: "param", then the states."""
         return ("param", *(state.name for state in self.states))
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number for each element, to be summed: ``formula(*reads, *by_col, *by_row, *scalars) -> number``."""
+
+    formula: Callable[..., Any]
+    reads: tuple[str, ...]
+    by_col: tuple[str, ...] = ()
+    by_row: tuple[str, ...] = ()
+    scalars: tuple[str, ...] = ()
+
+    def ordered(self, scalars: Mapping[str, Any]) -> tuple[Any, ...]:
+        """As :meth:`Rule.ordered`."""
+        return _ordered(self.scalars, scalars)
+
+
+def _ordered(names: tuple[str, ...], scalars: Mapping[str, Any]) -> tuple[Any, ...]:
+    if scalars.keys() != set(names):
+        raise ValueError(f"Scalars {list(scalars)} for a formula that takes {list(names)}.")
+    return tuple(scalars[name] for name in names)
 
 
 def slots(stochastic: bool | tuple[bool, ...], written: int) -> tuple[bool, ...]:

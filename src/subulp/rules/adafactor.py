@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from subulp.formula.compose import compose
+from subulp.formula.compose import Part, compose, quantity
 from subulp.formula.factors import weighed
 from subulp.formula.rule import Rule, State
 from subulp.optimizer import Params
@@ -25,17 +26,16 @@ from subulp.options import (
     optional,
     tuple_of,
 )
-from subulp.rules.factored import OuterProduct, factored_states, inverse_root, size_of_update, update_of, whole_state
+from subulp.passes import Passes
+from subulp.rules.factored import WHOLE, factored_states, second_moments, size_of_update, square, whole_state
 from subulp.rules.parts import averaged, decayed, scaled
-from subulp.staged import StagedOptimizer, Stages
+from subulp.staged import StagedOptimizer
 
-_STEP = (scaled, decayed)
-_AVERAGED = (averaged.of(share="scale"), decayed.of(u="m"))
-_MOMENTUM = {"m": State("exp_avg")}
-WHOLE = compose(*_STEP, reads=("u",))
-WHOLE_MOMENTUM = compose(*_AVERAGED, states=_MOMENTUM, reads=("u",))
-FACTORED = {WHOLE: compose(weighed, *_STEP), WHOLE_MOMENTUM: compose(weighed, *_AVERAGED, states=_MOMENTUM)}
-"""The same updates where ``u`` comes from factors by row and column."""
+STEP = (scaled, decayed)
+AVERAGED = (averaged.of(share="scale"), decayed.of(u="m"))
+MOMENTUM = {"m": State("exp_avg")}
+SECOND = {"v": whole_state("exp_avg_sq")}
+OF_PARAMETER = quantity(square.of(u="p").to("x"), reads=("p",))
 
 
 def _check_decay_rate(what: str, value: Any) -> Any:
@@ -169,37 +169,38 @@ class Adafactor(StagedOptimizer):
             raise ValueError(f"eps={group['eps']!r}{where}: the first may be None with semantics='torch' only.")
 
     def rule(self, group: dict[str, Any]) -> Rule:
-        return WHOLE if group["beta1"] is None else WHOLE_MOMENTUM
+        return self._rule(group, (weighed,))
+
+    def _rule(self, group: dict[str, Any], parts: tuple[Part, ...]) -> Rule:
+        momentum = {} if group["beta1"] is None else MOMENTUM
+        rest = STEP if group["beta1"] is None else AVERAGED
+        return compose(*parts, *rest, states=momentum | (SECOND if parts is WHOLE else {}))
 
     def states(self, group: dict[str, Any], p: Tensor | None = None) -> tuple[State, ...]:
-        second = () if p is not None and p.dim() >= 2 else whole_state("exp_avg_sq")
+        second = () if p is not None and p.dim() >= 2 else tuple(SECOND.values())
         if p is None or p.dim() >= 2:
             second += factored_states("exp_avg_sq")
         return (*self.rule(group).states, *second)
 
-    def update(self, stages: Stages) -> None:
-        group, state, step = stages.group, stages.state, stages.step
-        rms = stages.root_mean_square(lambda start, stop: stages.rows(stages.p, start, stop), stages.local)
-        state["RMS"] = rms.float()
-        beta2 = 1 - step ** group["decay_rate"]
+    def update(self, passes: Passes) -> None:
+        group = passes.group
+        (total,) = passes.sum(OF_PARAMETER, "all")
+        rms = (total / passes.numel).sqrt()
+        for state, value in zip(passes.states, rms.float().unbind(), strict=True):
+            state["RMS"] = value
+        beta2 = passes.of_step(lambda step: 1 - step ** group["decay_rate"])
         floor, clamp = group["eps"][0], None
         if group["semantics"] == "torch":
-            floor, clamp = 0.0, torch.finfo(stages.p.dtype).eps if floor is None else floor
-        inverse = inverse_root(stages, "exp_avg_sq", beta2, floor, clamp)
-        lr = _step_size(group, step, rms)
-        clip = (size_of_update(stages, inverse) / group["clip_threshold"]).clamp(min=1.0)
+            floor, clamp = 0.0, torch.finfo(passes.params[0].dtype).eps if floor is None else floor
+        moments = second_moments(passes, "exp_avg_sq", beta2, floor, clamp)
+        lr = _step_size(group, passes.of_step(partial(_rate, group)), rms)
+        clip = (size_of_update(passes, moments, "exp_avg_sq") / group["clip_threshold"]).clamp(min=1.0)
         decay = group["weight_decay"] * (group["lr"] if group["semantics"] == "torch" else lr)
         beta1 = group["beta1"]
         scalars = {"scale": lr / clip if beta1 is None else (1 - beta1) * lr / clip, "decay": decay}
         if beta1 is not None:
             scalars["beta1"] = beta1
-        rule = self.rule(group)
-        if isinstance(inverse, OuterProduct):
-            stages.apply(FACTORED[rule], {"r": inverse.by_row, "c": inverse.by_col}, scalars)
-            return
-        direction = update_of(stages, inverse)
-        for start, stop in stages.blocks():
-            stages.store(rule, {"u": direction(start, stop)}, scalars, start, stop)
+        passes.apply(self._rule(group, moments.parts), **moments.operands, **scalars)
 
     def _state_of(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = super()._state_of(p, group)
@@ -213,13 +214,17 @@ class Adafactor(StagedOptimizer):
         """The step size of a parameter; ``transformers.AdafactorSchedule`` calls it."""
         rms = param_state.get("RMS", 0.0)
         step = max(1.0, float(param_state.get("step", 1)))
-        return float(_step_size(param_group, step, torch.as_tensor(rms, dtype=torch.float64)))
+        return float(_step_size(param_group, _rate(param_group, step), torch.as_tensor(rms, dtype=torch.float64)))
 
 
-def _step_size(group: dict[str, Any], step: float, rms: Tensor) -> Any:
+def _rate(group: dict[str, Any], step: float) -> float:
     size: Any = group["lr"] if group["lr"] is None or not isinstance(group["lr"], Tensor) else float(group["lr"])
     if group["semantics"] == "torch":
         size = min(size, 1 / math.sqrt(step))
     elif group["relative_step"]:
         size = min(1e-6 * step if group["warmup_init"] else 1e-2, 1 / math.sqrt(step))
-    return size * rms.clamp(min=group["eps"][1]) if group["scale_parameter"] or group["semantics"] == "torch" else size
+    return float(size)
+
+
+def _step_size(group: dict[str, Any], rate: Any, rms: Tensor) -> Any:
+    return rate * rms.clamp(min=group["eps"][1]) if group["scale_parameter"] or group["semantics"] == "torch" else rate

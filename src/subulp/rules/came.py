@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from torch import Tensor
 from typing_extensions import Unpack
 
-from subulp.backends.sums import deviation_square_sums
-from subulp.formula.compose import compose, part
-from subulp.formula.factors import confidence, weighed
+from subulp.formula.compose import compose, part, quantity
+from subulp.formula.factors import confidence, deviation, weighed
 from subulp.formula.rule import Rule, State
 from subulp.optimizer import Params
 from subulp.options import Options, check_flag, check_fraction, check_nonnegative, check_positive, tuple_of
+from subulp.passes import Passes
 from subulp.rules.factored import (
-    OuterProduct,
+    WHOLE,
+    factored,
     factored_states,
-    inverse_root,
+    second_moments,
     size_of_update,
-    update_of,
+    square,
     whole_state,
 )
 from subulp.rules.parts import averaged, decayed, scaled
-from subulp.staged import StagedOptimizer, Stages
-from subulp.torch_internals import local_tensor
+from subulp.staged import StagedOptimizer
 
 
 @part("u")
@@ -32,10 +32,12 @@ def trusted(m, w):  # type: ignore[no-untyped-def]
     return m * w
 
 
-MOMENTUM = State("exp_avg")
+MOMENTUM = {"m": State("exp_avg")}
+SECOND = {"v": whole_state("exp_avg_sq")}
 _RATE = scaled.of(scale="lr")
-FACTORED = compose(weighed, averaged, confidence, trusted, _RATE, decayed, states={"m": MOMENTUM})
-WHOLE = compose(averaged, _RATE.of(u="m").to("u"), decayed, states={"m": MOMENTUM}, reads=("u",))
+MATRIX = compose(weighed, averaged, confidence, trusted, _RATE, decayed, states=MOMENTUM)
+OTHER = compose(*WHOLE, averaged, _RATE.of(u="m").to("u"), decayed, states={**MOMENTUM, **SECOND})
+DEVIATION = quantity(part("u", by_row=["r"], by_col=["c"])(deviation), square, reads=("g", "m"))
 
 
 class CAME(StagedOptimizer):
@@ -103,48 +105,37 @@ class CAME(StagedOptimizer):
         super().__init__(params, defaults, options)
 
     def rule(self, group: dict[str, Any]) -> Rule:
-        return FACTORED
+        return MATRIX
 
     def states(self, group: dict[str, Any], p: Tensor | None = None) -> tuple[State, ...]:
-        states: tuple[State, ...] = (MOMENTUM,)
+        states: tuple[State, ...] = tuple(MOMENTUM.values())
         if p is None or p.dim() < 2:
-            states += whole_state("exp_avg_sq")
+            states += tuple(SECOND.values())
         if p is None or p.dim() >= 2:
             states += factored_states("exp_avg_sq") + factored_states("exp_avg_res")
         return states
 
-    def update(self, stages: Stages) -> None:
-        group = stages.group
+    def update(self, passes: Passes) -> None:
+        group = passes.group
         beta1, beta2, beta3 = map(float, group["betas"])
         lr = float(group["lr"])
-        inverse = inverse_root(stages, "exp_avg_sq", beta2, group["eps"][0])
-        clip = (size_of_update(stages, inverse) / group["clip_threshold"]).clamp(min=1.0)
-        share = (1 - beta1) / clip
-        scalars = {"beta1": beta1, "share": share, "lr": lr, "decay": lr * group["weight_decay"]}
-        if len(stages.shape) < 2:
-            direction = update_of(stages, inverse)
-            for start, stop in stages.blocks():
-                stages.store(WHOLE, {"u": direction(start, stop)}, scalars, start, stop)
+        moments = second_moments(passes, "exp_avg_sq", beta2, group["eps"][0])
+        clip = (size_of_update(passes, moments, "exp_avg_sq") / group["clip_threshold"]).clamp(min=1.0)
+        scalars = {"beta1": beta1, "share": (1 - beta1) / clip, "lr": lr, "decay": lr * group["weight_decay"]}
+        if moments.parts is WHOLE:
+            passes.apply(OTHER, **moments.operands, **scalars)
             return
-        outer = cast(OuterProduct, inverse)  # of every parameter with two dimensions or more
-        factor, kept = clip.to(stages.dtype), stages.state["exp_avg"]
-
-        def deviation(start: int, stop: int) -> tuple[Tensor, Tensor]:
-            # u / clip - m' = beta1 / clip * (u - clip * m): the factor is taken out of the means.
-            g, m = stages.stored_gradient(start, stop), stages.rows(kept, start, stop)
-            return deviation_square_sums(g, *outer.factors(start, stop), m, factor, stages.native)
-
-        correction = 1 - beta3**stages.step if group["bias_correction"] else 1.0
-        weight = inverse_root(
-            stages,
+        s, d = factored(
+            passes,
             "exp_avg_res",
             beta3,
             group["eps"][1],
+            # u / clip - m' = beta1 / clip * (u - clip * m): the factor is taken out of the means.
             scale=(beta1 / clip) ** 2,
-            correction=correction,
-            sums=deviation,
-            reads=[local_tensor(kept)],
+            correction=passes.of_step(lambda step: 1 - beta3**step) if group["bias_correction"] else 1.0,
+            what=DEVIATION,
+            states={"m": "exp_avg"},
+            factor=clip,
+            **moments.operands,
         )
-        confident = cast(OuterProduct, weight)
-        factors = {"r": outer.by_row, "c": outer.by_col, "s": confident.by_row, "d": confident.by_col}
-        stages.apply(FACTORED, factors, scalars)
+        passes.apply(MATRIX, s=s, d=d, **moments.operands, **scalars)

@@ -28,12 +28,13 @@ from subulp.options import (
     optional,
     tuple_of,
 )
+from subulp.passes import Passes
 from subulp.rules.adamw import PLAIN as ADAMW
 from subulp.rules.adamw import scalars_of
 from subulp.rules.muon_groups import VIEWS, checked_adam, checked_grouping, matrices_of, split
 from subulp.rules.parts import decayed, interpolated, scaled
 from subulp.sharding import part_of, whole_of
-from subulp.staged import StagedOptimizer, Stages
+from subulp.staged import StagedOptimizer
 
 BATCH = 1 << 24
 """Elements of the matrices that are orthogonalised together, at most."""
@@ -233,42 +234,47 @@ class Muon(StagedOptimizer):
         self._check_shapes(batch.group, batch.params, batch.places[0])
         return super()._prepared(batch)
 
-    def update_all(self, parameters: list[Stages]) -> None:
-        for batch in _batches(parameters):
-            group, shape = batch[0].group, batch[0].shape
+    def update(self, passes: Passes) -> None:
+        group = passes.group
+        directions = self._directions(passes)
+        orthogonal: list[Tensor] = list(directions)
+        scale = [0.0] * len(directions)
+        for chosen in _batches(passes):
+            shape = passes.shapes[chosen[0]]
             view = cast(tuple[int, int, int], matrices_of(shape, group["view"]))  # checked before the step
-            matrices = torch.cat([whole_of(_direction(stages), stages.p).bfloat16().reshape(view) for stages in batch])
-            orthogonal = _orthogonal(matrices, group).reshape(len(batch), *shape)
-            lr = float(group["lr"])
-            scalars = {
-                "decay": lr * group["weight_decay"],
-                "step_size": lr * _adjustment(group, view[1:]),
-                "one_minus_momentum": 1 - group["momentum"],
-            }
-            for stages, whole in zip(batch, orthogonal, strict=True):
-                o = part_of(whole, stages.p)
-                for start, stop in stages.blocks():
-                    reads = {"g": stages.gradient(start, stop), "o": stages.rows(o, start, stop)}
-                    stages.store(MUON, reads, scalars, start, stop)
+            wholes = [whole_of(directions[i], passes.params[i]).bfloat16().reshape(view) for i in chosen]
+            results = _orthogonal(torch.cat(wholes), group).reshape(len(chosen), *shape)
+            for i, whole in zip(chosen, results, strict=True):
+                orthogonal[i] = part_of(whole, passes.params[i]).contiguous()
+                scale[i] = _adjustment(group, view[1:])
+        lr = float(group["lr"])
+        passes.apply(
+            MUON,
+            {"o": orthogonal},
+            decay=lr * group["weight_decay"],
+            step_size=lr * passes.vector(scale),
+            one_minus_momentum=1 - group["momentum"],
+        )
+
+    @staticmethod
+    def _directions(passes: Passes) -> list[Tensor]:
+        """What is to be orthogonalised, in fp32: this process's parts."""
+        group = passes.group
+        momentum = float(group["momentum"])
+        grads = [g.to(passes.dtype) * passes.factor for g in passes.column("g")]
+        kept = [b.to(passes.dtype) for b in passes.column("momentum_buffer")]
+        moved = [interpolated(b, g, 1 - momentum) for b, g in zip(kept, grads, strict=True)]
+        return [g + momentum * (b - g) for b, g in zip(moved, grads, strict=True)] if group["nesterov"] else moved
 
 
-def _batches(parameters: list[Stages]) -> Iterator[list[Stages]]:
-    """Parameters of one shape and device, in the order of their first ones, at most BATCH elements together."""
-    alike: dict[Any, list[Stages]] = {}
-    for stages in parameters:
-        alike.setdefault((stages.shape, stages.local.device), []).append(stages)
-    for members in alike.values():
-        size = max(1, BATCH // members[0].numel)
+def _batches(passes: Passes) -> Iterator[list[int]]:
+    """The numbers of parameters of one shape, in the order of their first ones, at most BATCH elements together."""
+    alike: dict[Any, list[int]] = {}
+    for i, shape in enumerate(passes.shapes):
+        alike.setdefault(shape, []).append(i)
+    for shape, members in alike.items():
+        size = max(1, BATCH // math.prod(shape))
         yield from (members[i : i + size] for i in range(0, len(members), size))
-
-
-def _direction(stages: Stages) -> Tensor:
-    momentum = float(stages.group["momentum"])
-    g = stages.whole_gradient()
-    rows = stages.local.shape[0]
-    b = interpolated(stages.rows(stages.state["momentum_buffer"], 0, rows).to(stages.dtype), g, 1 - momentum)
-    result: Tensor = g + momentum * (b - g) if stages.group["nesterov"] else b
-    return result
 
 
 def _orthogonal(matrices: Tensor, group: dict[str, Any]) -> Tensor:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from subulp.backends.sums import total_of
+from subulp.backends.eager_sums import sum_last
 from subulp.batch import Batch
-from subulp.formula.compose import compose, part
-from subulp.formula.ops import div, sqrt
+from subulp.formula.compose import compose, part, quantity
+from subulp.formula.ops import absolute, div, sqrt
 from subulp.formula.rule import Rule, State
 from subulp.optimizer import Params
 from subulp.options import (
@@ -27,9 +27,9 @@ from subulp.options import (
     check_positive,
     optional,
 )
+from subulp.passes import Passes
 from subulp.rules.parts import averaged, coupled, decayed, second_moment
-from subulp.sharding import sum_over_shards
-from subulp.staged import StagedOptimizer, Stages
+from subulp.staged import StagedOptimizer
 from subulp.torch_internals import is_dtensor, local_tensor
 
 
@@ -46,6 +46,28 @@ RULE = compose(
     decayed.of(decay="decoupled"),
     states={"m": State("exp_avg"), "v": State("exp_avg_sq", squared=True)},
 )
+
+
+@part("p")
+def accumulated(p, g, beta3, weight):  # type: ignore[no-untyped-def]
+    return beta3 * p + weight * g
+
+
+@part("x")
+def alignment(g, p, p0):  # type: ignore[no-untyped-def]
+    return g * (p0 - p)
+
+
+@part("x")
+def magnitude(s):  # type: ignore[no-untyped-def]
+    return absolute(s)
+
+
+_COUPLED = coupled.of(p="w", decay="coupled")
+ACCUMULATE = compose(_COUPLED, accumulated, reads=("g", "w"))
+"""The update of s."""
+ALIGNMENT = quantity(coupled.of(decay="coupled"), alignment, reads=("g", "p", "p0"))
+SIZE = quantity(magnitude, reads=("s",))
 
 
 def _check_growth_rate(what: str, value: Any) -> Any:
@@ -187,7 +209,7 @@ class Prodigy(StagedOptimizer):
 
     def _forget_plans(self) -> None:
         super()._forget_plans()
-        self._pending: list[tuple[int, Tensor, Tensor]] = []
+        self._pending: list[tuple[list[int], Tensor]] = []
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -215,60 +237,55 @@ class Prodigy(StagedOptimizer):
         self._rate()  # raises before anything changes
         return super()._prepared(batch)
 
-    def update(self, stages: Stages) -> None:
-        group = stages.group
+    def update(self, passes: Passes) -> None:
+        group = passes.group
         lr = self._rate()
         if float(group["lr"]) == 0.0 or lr == 0.0:
             return
-        device = stages.local.device
-        d = self.param_groups[0]["d"].to(device)
+        d = self.param_groups[0]["d"].to(passes.device)
         first = self.param_groups[0]["d0"]
         rate = d * lr * self._correction()
         beta1, beta2 = map(float, group["betas"])
         beta3 = math.sqrt(beta2) if group["beta3"] is None else float(group["beta3"])
-        weight = (d / first * (d if group["safeguard_warmup"] else rate)).to(stages.dtype)
-        self._measure(stages, weight, d / first * rate, beta3)
         decay = float(group["weight_decay"])
         scalars = {
             "decoupled": rate * decay if group["decouple"] else 0.0,
             "coupled": 0.0 if group["decouple"] else decay,
-            "beta1": beta1,
-            "gain1": d * (1 - beta1),
-            "beta2": beta2,
-            "gain2": d * d * (1 - beta2),
-            "step_size": rate,
-            "eps": d * group["eps"],
         }
-        for start, stop in stages.blocks():
-            stages.store(RULE, {"g": stages.gradient(start, stop)}, scalars, start, stop)
+        weight = d / first * (d if group["safeguard_warmup"] else rate)
+        self._measure(passes, weight, d / first * rate, beta3, scalars["coupled"])
+        scalars |= {"beta1": beta1, "gain1": d * (1 - beta1), "beta2": beta2, "gain2": d * d * (1 - beta2)}
+        passes.apply(RULE, **scalars, step_size=rate, eps=d * group["eps"])
 
-    def _measure(self, stages: Stages, weight: Tensor, share: Tensor, beta3: float) -> None:
-        """Updates s, and adds the parameter's part of r and of the norm of s to what is pending."""
-        every, decay = stages.group["slice_p"], float(stages.group["weight_decay"])
-        sums = torch.zeros(2, dtype=torch.float64, device=stages.local.device)
-        for start, stop in stages.blocks():
-            g = _sample(stages.gradient(start, stop), stages, start, every)
-            p = _sample(stages.rows(stages.p, start, stop), stages, start, every).to(stages.dtype)
-            s, p0 = (_kept(stages, name, start, stop, g.numel()) for name in ("s", "p0"))
-            if decay and not stages.group["decouple"]:
-                g = g + decay * p
-            s.mul_(beta3).add_(weight * g)
-            sums += torch.stack([share * total_of(g * (p0.to(stages.dtype) - p)), total_of(s.abs())])
+    def _measure(self, passes: Passes, weight: Tensor, share: Tensor, beta3: float, coupled: float) -> None:
+        """Updates s, and adds each parameter's part of r and of the norm of s to what is pending."""
+        every = passes.group["slice_p"]
+        (aligned,) = passes.sum(ALIGNMENT, "all", states={"p0": "p0"}, every=every, coupled=coupled)
+        reads = {name: passes.sampled(name, every) for name in ("g", "p")}
+        passes.apply(
+            ACCUMULATE,
+            {"g": reads["g"], "w": reads["p"]},
+            target="s",
+            beta3=beta3,
+            weight=weight,
+            coupled=coupled,
+        )
+        (size,) = passes.sum(SIZE, "all", states={"s": "s"}, every=every)
         # A list, since fused backward comes from several threads; added up in the order of streams, whichever came first.
-        self._pending.append((stages.stream, stages.p, sums.to(self.param_groups[0]["d_numerator"].device)))
+        sums = torch.stack([share * aligned, size], dim=1).to(self.param_groups[0]["d_numerator"].device)
+        self._pending.append((passes.streams, sums))
 
     def finish_step(self) -> None:
         """Updates the estimate from what all parameters have added since the last step."""
         pending, self._pending = self._pending, []
         if not pending:
             return
-        parts: dict[Any, tuple[Tensor, Tensor]] = {}
-        for _, p, sums in sorted(pending, key=lambda entry: entry[0]):
-            key = (id(getattr(p, "device_mesh", None)), getattr(p, "placements", None))
-            parts[key] = (p, sums if key not in parts else parts[key][1] + sums)
         group = self.param_groups[0]
-        totals = [sum_over_shards(own, p) for p, own in parts.values()]
-        added, denominator = torch.stack(totals).sum(0)
+        every = sorted(
+            [(stream, pair) for streams, sums in pending for stream, pair in zip(streams, sums.unbind(), strict=True)],
+            key=lambda entry: entry[0],
+        )
+        added, denominator = sum_last(torch.stack([pair for _, pair in every], dim=1))
         beta3 = math.sqrt(float(group["betas"][1])) if group["beta3"] is None else float(group["beta3"])
         numerator = beta3 * group["d_numerator"] + added
         d, d0 = group["d"], group["d0"]
@@ -287,21 +304,3 @@ class Prodigy(StagedOptimizer):
         for other in self.param_groups:
             other.update(values)
             other["k"] += 1
-
-
-def _kept(stages: Stages, name: str, start: int, stop: int, count: int) -> Tensor:
-    """The part of a sampled state that belongs to a block of rows; ``count`` elements of it if every one is not kept."""
-    every = stages.group["slice_p"]
-    if every == 1:
-        return stages.rows(stages.state[name], start, stop)
-    first = -(-start * _row_size(stages) // every)
-    return local_tensor(stages.state[name])[first : first + count]
-
-
-def _row_size(stages: Stages) -> int:
-    return stages.local[0].numel() if stages.local.dim() > 0 else 1
-
-
-def _sample(block: Tensor, stages: Stages, start: int, every: int) -> Tensor:
-    """Of a block of rows that begins at ``start`` every so many-th element in row-major order, flat; the block for 1."""
-    return block if every == 1 else block.reshape(-1)[-start * _row_size(stages) % every :: every]

@@ -9,7 +9,7 @@ from typing import Any
 
 from subulp.formula.define import define
 from subulp.formula.ops import absolute, where
-from subulp.formula.rule import Rule
+from subulp.formula.rule import Quantity, Rule
 from subulp.storage.codec import Codec
 
 INFINITY = float("inf")
@@ -37,14 +37,26 @@ def element_of(rule: Rule, codecs: tuple[Codec, ...], stochastic: tuple[bool, ..
     """
     written = len(codecs) - len(rule.reads)
     draws = tuple(codec.draw_bits if drawn else 0 for codec, drawn in zip(codecs, stochastic, strict=False))
-    return Element(_update(rule, codecs, written, scaled), _encode(rule, codecs[:written], draws), draws)
+    update = _decoded(rule.formula, len(rule.scalars), codecs, written if scaled else None)
+    return Element(update, _encode(rule, codecs[:written], draws), draws)
 
 
-def _update(rule: Rule, codecs: Sequence[Codec], written: int, scaled: bool) -> Any:
-    numbers = [f"decode{c}(codes[{c}]){' * factor' * (scaled and c == written)}" for c in range(len(codecs))]
-    arguments = [*numbers, *(f"scalars[{s}]" for s in range(len(rule.scalars)))]
+@cache
+def value_of(quantity: Quantity, codecs: tuple[Codec, ...], scaled: bool) -> Any:
+    """``value(codes, scalars[, factor]) -> number``; the gradient ``g`` is multiplied by ``factor`` if ``scaled``."""
+    g = quantity.reads.index("g") if scaled and "g" in quantity.reads else None
+    return _decoded(quantity.formula, len(quantity.by_row) + len(quantity.scalars), codecs, g, scaled)
+
+
+def _decoded(
+    formula: Any, scalars: int, codecs: Sequence[Codec], column: int | None, scaled: bool | None = None
+) -> Any:
+    """The formula of codes; the number of one column is multiplied by the factor."""
+    scaled = column is not None if scaled is None else scaled
+    numbers = [f"decode{c}(codes[{c}]){' * factor' * (c == column)}" for c in range(len(codecs))]
+    arguments = [*numbers, *(f"scalars[{s}]" for s in range(scalars))]
     text = f"def update(codes, scalars{', factor' * scaled}):\n    return formula({', '.join(arguments)})\n"
-    return define("update", text, {"formula": rule.formula} | {f"decode{c}": x.decode for c, x in enumerate(codecs)})
+    return define("update", text, {"formula": formula} | {f"decode{c}": x.decode for c, x in enumerate(codecs)})
 
 
 def _encode(rule: Rule, codecs: Sequence[Codec], draws: Sequence[int]) -> Any:

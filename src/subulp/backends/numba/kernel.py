@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import types as python_types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ i64 = np.int64
 
 
 @intrinsic
-def _take_next(typing_context: Any, counter: Any) -> Any:
+def take_next(typing_context: Any, counter: Any) -> Any:
     """Atomically adds one to ``counter[0]`` and returns the old value."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -39,7 +39,7 @@ def _take_next(typing_context: Any, counter: Any) -> Any:
     return types.int64(counter), emit
 
 
-def _tuple_of(count: int, item: Any) -> Any:
+def tuple_of(count: int, item: Any) -> Any:
     @intrinsic
     def row(typing_context: Any, array: Any, i: Any) -> Any:
         """Row i of a 2-d C-contiguous array, as a tuple."""
@@ -101,16 +101,16 @@ SIGNATURE = types.void(
 )
 
 
-def _inner(function: Callable[..., Any], names: dict[str, Any], key: int, **options: Any) -> Any:
+def inner(function: Callable[..., Any], names: dict[str, Any], key: int) -> Any:
     """A function compiled into the kernel.
 
     The key goes into its symbol. Numba numbers symbols by process, so libraries that two processes have cached may use one
     name for different code; loaded together, one would call the other's.
     """
-    return njit(error_model="numpy", **options)(_specialise(function, names, key))
+    return njit(error_model="numpy")(specialise(function, names, key))
 
 
-def _specialise(function: Callable[..., Any], names: dict[str, Any], key: int) -> Any:
+def specialise(function: Callable[..., Any], names: dict[str, Any], key: int) -> Any:
     """A twin of the function with these globals, its qualified name made unique by the key."""
     twin = python_types.FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__)
     twin.__qualname__ = f"{function.__name__}_{key:x}"
@@ -128,7 +128,7 @@ def _sources() -> bytes:
     return digest.digest()
 
 
-def _content_key(*parts: Any) -> int:
+def content_key(*parts: Any) -> int:
     """Changes whenever the sources, the versions or the specialisation do: numba itself looks at one file's date only."""
     digest = hashlib.blake2b(_sources(), digest_size=7)
     for part in (numba.__version__, llvmlite.__version__, *parts):
@@ -136,30 +136,7 @@ def _content_key(*parts: Any) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def cached_jit(
-    function: Callable[..., Any],
-    signature: Any,
-    *key: str,
-    exact: Sequence[Callable[..., Any]] = (),
-    inner: Sequence[Callable[..., Any]] = (),
-    **options: Any,
-) -> Any:
-    """A function compiled now, cached under its code and the key.
-
-    It may call the ``inner`` functions, which inherit its options, and the ``exact`` ones, in which fp32 operations stay as
-    they are written. Each of them may call those before it, exact ones first.
-    """
-    codes = [(f.__code__.co_code, f.__code__.co_consts, f.__code__.co_names) for f in (function, *exact, *inner)]
-    number = _content_key(*codes, *key)
-    names: dict[str, Any] = {}
-    for f in exact:
-        names[f.__name__] = _inner(f, dict(names), number, fastmath=False)
-    for f in inner:
-        names[f.__name__] = _inner(f, dict(names), number)
-    return _jit(_specialise(function, names, number), signature, **options)
-
-
-def _jit(function: Callable[..., Any], signature: Any, **more: Any) -> Any:
+def compiled(function: Callable[..., Any], signature: Any, **more: Any) -> Any:
     """Compiles now, through the cache on disk where there is a writable place for it.
 
     The function's name, and so that of its cache files, must be unique: Numba numbers the files of one function without a
@@ -188,23 +165,29 @@ def _kernel(rule: Rule, codecs: tuple[Codec, ...], stochastic: tuple[bool, ...],
     lanes = Lanes(rule, codecs, stochastic, scaled)
     formats = [(codec.name, codec.bits, codec.draw_bits) for codec in codecs]
     formula = key_of(rule.formula, dict.fromkeys(PRIMITIVES))
-    key = _content_key(formula, formats, lanes.scalars, stochastic, scaled, rule.raw, rule.keeps_nonfinite)
+    key = content_key(formula, formats, lanes.scalars, stochastic, scaled, rule.raw, rule.keeps_nonfinite)
+    return compiled(specialise(body.kernel, kernel_names(lanes, key), key), SIGNATURE)
+
+
+def kernel_names(lanes: Lanes, key: int) -> dict[str, Any]:
+    """What the functions of ``body.py`` take for a specialisation."""
     names: dict[str, Any] = {
         "PAIRED": lanes.paired,
         "update_one": lanes.update_one(),
         "update_pair": lanes.update_pair(),
         "keys": lanes.keys(),
         "offset": lanes.offset(),
-        "pointers_of": _tuple_of(len(codecs), types.int64),
-        "scalars_of": _tuple_of(max(lanes.scalars, 1), types.float32),
-        "take_next": _take_next,
+        "pointers_of": tuple_of(len(lanes.bits), types.int64),
+        "scalars_of": tuple_of(max(lanes.scalars, 1), types.float32),
+        "take_next": take_next,
     }
-    names["keys_at"] = _inner(body.keys_at, names, key)
-    names["segment"] = _inner(body.segment, names, key)
-    return _jit(_specialise(body.kernel, names, key), SIGNATURE)
+    names["keys_at"] = inner(body.keys_at, names, key)
+    names["segment"] = inner(body.segment, names, key)
+    names["walk"] = inner(body.walk, names, key)
+    return names
 
 
 @cache
 def advance_kernel() -> Any:
     """``advance(addresses)``: adds one to the fp64 counters at the first row; returns them, and the int64 at the second."""
-    return _jit(_specialise(_advance, {}, _content_key("advance")), types.int64[:, ::1](types.int64[:, ::1]))
+    return compiled(specialise(_advance, {}, content_key("advance")), types.int64[:, ::1](types.int64[:, ::1]))

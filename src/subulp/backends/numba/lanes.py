@@ -26,6 +26,75 @@ from subulp.storage.element import element_of
 _INDEX = ir.IntType(64)
 
 
+class Memory:
+    """Loads and stores of arrays with elements of so many bits, each marked as touching its own array alone."""
+
+    def __init__(self, bits: list[int]) -> None:
+        self.bits = bits
+
+    def load_pair(self, builder: Any, address: Any, column: int, index: Any) -> list[Word]:
+        bits = self.bits[column]
+        if bits == 32:
+            pointer = self._pointer(builder, address, FLOAT)
+            loads = [builder.load(self._element(builder, pointer, index, h), align=4) for h in (0, 1)]
+            return [Word(builder, builder.bitcast(self.tag(builder, load, column), WORD)) for load in loads]
+        pointer = builder.gep(self._pointer(builder, address, ir.IntType(2 * bits)), [index], inbounds=True)
+        lane = self.tag(builder, builder.load(pointer, align=bits // 8), column)
+        both = Word(builder, lane if bits == 16 else builder.zext(lane, WORD))
+        return [both & ((1 << bits) - 1), both >> bits]
+
+    def store_pair(self, builder: Any, address: Any, column: int, index: Any, codes: list[Word]) -> None:
+        bits = self.bits[column]
+        if bits == 32:
+            pointer = self._pointer(builder, address, FLOAT)
+            for h, code in enumerate(codes):
+                number = builder.bitcast(code.value, FLOAT)
+                self.tag(builder, builder.store(number, self._element(builder, pointer, index, h), align=4), column)
+            return
+        lane = (codes[0] | (codes[1] << bits)).value
+        carrier = ir.IntType(2 * bits)
+        pointer = builder.gep(self._pointer(builder, address, carrier), [index], inbounds=True)
+        lane = lane if bits == 16 else builder.trunc(lane, carrier)
+        self.tag(builder, builder.store(lane, pointer, align=bits // 8), column)
+
+    def load_one(self, builder: Any, address: Any, column: int, position: Any) -> Word:
+        bits = self.bits[column]
+        carrier = FLOAT if bits == 32 else ir.IntType(bits)
+        pointer = builder.gep(self._pointer(builder, address, carrier), [position], inbounds=True)
+        value = self.tag(builder, builder.load(pointer, align=bits // 8), column)
+        return Word(builder, builder.bitcast(value, WORD) if bits == 32 else builder.zext(value, WORD))
+
+    def store_one(self, builder: Any, address: Any, column: int, position: Any, code: Traced) -> None:
+        bits = self.bits[column]
+        carrier = FLOAT if bits == 32 else ir.IntType(bits)
+        pointer = builder.gep(self._pointer(builder, address, carrier), [position], inbounds=True)
+        value = builder.bitcast(code.value, FLOAT) if bits == 32 else builder.trunc(code.value, carrier)
+        self.tag(builder, builder.store(value, pointer, align=bits // 8), column)
+
+    @staticmethod
+    def _pointer(builder: Any, address: Any, item: Any) -> Any:
+        return builder.inttoptr(address, item.as_pointer())
+
+    @staticmethod
+    def _element(builder: Any, pointer: Any, index: Any, half: int) -> Any:
+        index = builder.add(builder.shl(index, index.type(1), flags=["nsw"]), index.type(half), flags=["nsw"])
+        return builder.gep(pointer, [index], inbounds=True)
+
+    def tag(self, builder: Any, instruction: Any, column: int) -> Any:
+        """Marks a load or store as touching this column's array alone."""
+        module = builder.module
+        domain = module.add_metadata([ir.MetaDataString(module, "subulp.columns")])
+        scopes = [
+            module.add_metadata([ir.MetaDataString(module, f"subulp.column.{c}"), domain])
+            for c in range(len(self.bits))
+        ]
+        instruction.set_metadata("alias.scope", module.add_metadata([scopes[column]]))
+        if len(scopes) > 1:
+            others = [scope for c, scope in enumerate(scopes) if c != column]
+            instruction.set_metadata("noalias", module.add_metadata(others))
+        return instruction
+
+
 class Lanes:
     """The intrinsics of one kernel.
 
@@ -38,6 +107,7 @@ class Lanes:
 
     def __init__(self, rule: Rule, codecs: tuple[Codec, ...], stochastic: tuple[bool, ...], scaled: bool) -> None:
         self.bits = [codec.bits for codec in codecs]
+        self.memory = Memory(self.bits)
         self.written = len(stochastic)
         self.scalars = len(rule.scalars)
         self.scaled = scaled
@@ -57,12 +127,13 @@ class Lanes:
 
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             addresses, index, scalars, factor, counter, keys = args
-            pairs = [self._load_pair(builder, addresses, c, index) for c in range(len(self.bits))]
+            arrays = [builder.extract_value(addresses, c) for c in range(len(self.bits))]
+            pairs = [self.memory.load_pair(builder, array, c, index) for c, array in enumerate(arrays)]
             new = [self._update(builder, [pair[h] for pair in pairs], scalars, factor) for h in (0, 1)]
             for slot in range(self.written):
                 draws = self._pair_draws(builder, slot, Word(builder, counter), keys)
                 codes = [self.encode(slot, new[h][slot], draws[h], pairs[slot][h]) for h in (0, 1)]
-                self._store_pair(builder, addresses, slot, index, codes)
+                self.memory.store_pair(builder, arrays[slot], slot, index, codes)
             return context.get_dummy_value()
 
         @intrinsic
@@ -80,10 +151,11 @@ class Lanes:
 
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             addresses, position, scalars, factor, index, keys = args
-            codes = [self._load_one(builder, addresses, c, position) for c in range(len(self.bits))]
+            arrays = [builder.extract_value(addresses, c) for c in range(len(self.bits))]
+            codes = [self.memory.load_one(builder, array, c, position) for c, array in enumerate(arrays)]
             for slot, number in enumerate(self._update(builder, codes, scalars, factor)):
                 code = self.encode(slot, number, self._draw(builder, slot, index, keys), codes[slot])
-                self._store_one(builder, addresses, slot, position, code)
+                self.memory.store_one(builder, arrays[slot], slot, position, code)
             return context.get_dummy_value()
 
         @intrinsic
@@ -163,70 +235,6 @@ class Lanes:
     def _mix(builder: Any, slot: int, keys: Any) -> Any:
         k0, k1 = (Word(builder, builder.extract_value(keys, 2 * slot + i)) for i in (0, 1))
         return lambda counter: traced(keyed_mix)(counter, k0, k1)
-
-    # Memory
-
-    def _load_pair(self, builder: Any, addresses: Any, column: int, index: Any) -> list[Word]:
-        bits = self.bits[column]
-        if bits == 32:
-            pointer = self._pointer(builder, addresses, column, FLOAT)
-            loads = [builder.load(self._element(builder, pointer, index, h), align=4) for h in (0, 1)]
-            return [Word(builder, builder.bitcast(self._tag(builder, load, column), WORD)) for load in loads]
-        pointer = builder.gep(self._pointer(builder, addresses, column, ir.IntType(2 * bits)), [index], inbounds=True)
-        lane = self._tag(builder, builder.load(pointer, align=bits // 8), column)
-        both = Word(builder, lane if bits == 16 else builder.zext(lane, WORD))
-        return [both & ((1 << bits) - 1), both >> bits]
-
-    def _store_pair(self, builder: Any, addresses: Any, column: int, index: Any, codes: list[Word]) -> None:
-        bits = self.bits[column]
-        if bits == 32:
-            pointer = self._pointer(builder, addresses, column, FLOAT)
-            for h, code in enumerate(codes):
-                number = builder.bitcast(code.value, FLOAT)
-                self._tag(builder, builder.store(number, self._element(builder, pointer, index, h), align=4), column)
-            return
-        lane = (codes[0] | (codes[1] << bits)).value
-        carrier = ir.IntType(2 * bits)
-        pointer = builder.gep(self._pointer(builder, addresses, column, carrier), [index], inbounds=True)
-        lane = lane if bits == 16 else builder.trunc(lane, carrier)
-        self._tag(builder, builder.store(lane, pointer, align=bits // 8), column)
-
-    def _load_one(self, builder: Any, addresses: Any, column: int, position: Any) -> Word:
-        bits = self.bits[column]
-        carrier = FLOAT if bits == 32 else ir.IntType(bits)
-        pointer = builder.gep(self._pointer(builder, addresses, column, carrier), [position], inbounds=True)
-        value = self._tag(builder, builder.load(pointer, align=bits // 8), column)
-        return Word(builder, builder.bitcast(value, WORD) if bits == 32 else builder.zext(value, WORD))
-
-    def _store_one(self, builder: Any, addresses: Any, column: int, position: Any, code: Traced) -> None:
-        bits = self.bits[column]
-        carrier = FLOAT if bits == 32 else ir.IntType(bits)
-        pointer = builder.gep(self._pointer(builder, addresses, column, carrier), [position], inbounds=True)
-        value = builder.bitcast(code.value, FLOAT) if bits == 32 else builder.trunc(code.value, carrier)
-        self._tag(builder, builder.store(value, pointer, align=bits // 8), column)
-
-    @staticmethod
-    def _pointer(builder: Any, addresses: Any, column: int, item: Any) -> Any:
-        return builder.inttoptr(builder.extract_value(addresses, column), item.as_pointer())
-
-    @staticmethod
-    def _element(builder: Any, pointer: Any, index: Any, half: int) -> Any:
-        index = builder.add(builder.shl(index, index.type(1), flags=["nsw"]), index.type(half), flags=["nsw"])
-        return builder.gep(pointer, [index], inbounds=True)
-
-    def _tag(self, builder: Any, instruction: Any, column: int) -> Any:
-        """Marks a load or store as touching this column's array alone."""
-        module = builder.module
-        domain = module.add_metadata([ir.MetaDataString(module, "subulp.columns")])
-        scopes = [
-            module.add_metadata([ir.MetaDataString(module, f"subulp.column.{c}"), domain])
-            for c in range(len(self.bits))
-        ]
-        instruction.set_metadata("alias.scope", module.add_metadata([scopes[column]]))
-        if len(scopes) > 1:
-            others = [scope for c, scope in enumerate(scopes) if c != column]
-            instruction.set_metadata("noalias", module.add_metadata(others))
-        return instruction
 
 
 def _words(builder: Any, value: Any) -> tuple[Word, Word]:

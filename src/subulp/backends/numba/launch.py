@@ -64,7 +64,7 @@ class Launch:
         counts = np.array(sizes, dtype=np.int64)
         self.elements = int(counts.sum())
         self.chunks = _chunk_table(counts)
-        self.layouts = _layout_table(layouts, counts)
+        self.layouts = layout_table(layouts, counts)
 
     def __call__(
         self,
@@ -136,7 +136,7 @@ def thread_pool() -> ThreadPoolExecutor:
     return _pool
 
 
-def _layout_table(layouts: Sequence[Layout | None], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def layout_table(layouts: Sequence[Layout | None], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Rows of base, sizes, strides; the innermost dimension last, outer ones padded with size 1. None: flat, from 0.
 
     Without layouts all are flat.
