@@ -9,10 +9,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from subulp.backends.eager import codec_for, load, update_elements
-from subulp.backends.matrices import Matrices, Operand, scalar_table, starts
+from subulp.backends.matrices import Matrices, Operand, scalar_table
 from subulp.formula.rule import Quantity, Rule
 from subulp.formula.sums import LANES, PIECE, STRIP
-from subulp.numerics.layout import Layout
 from subulp.storage.element import value_of
 
 BLOCK = 1 << 18
@@ -29,9 +28,9 @@ def sums(
 ) -> dict[str, Tensor]:
     """See ``subulp.backends.sums``."""
     parts: dict[str, list[Tensor]] = {name: [] for name in over}
-    row_starts, col_starts = starts(matrices.rows), starts(matrices.cols)
+    row_starts, col_starts = matrices.stacks.row_starts, matrices.stacks.col_starts
     values = quantity.ordered(scalars)
-    for i, (count, rows, cols) in enumerate(matrices.shapes.tolist()):
+    for i, (count, rows, cols) in enumerate(matrices.stacks.shapes.tolist()):
         tensors = [matrices.columns[name][i].view(count, rows, cols) for name in quantity.reads]
         compute = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
         by_col = [
@@ -68,8 +67,6 @@ def sums(
 def run_factored(
     rule: Rule,
     matrices: Matrices,
-    layouts: Sequence[Layout],
-    streams: Sequence[int],
     steps: Sequence[int],
     factors: Mapping[str, Tensor],
     scalars: Mapping[str, Operand],
@@ -79,10 +76,10 @@ def run_factored(
     factor: float = 1.0,
 ) -> None:
     """Updates the written tensors of ``matrices`` in place; see ``subulp.backends.sums``."""
-    row_starts, col_starts = starts(matrices.rows), starts(matrices.cols)
+    row_starts, col_starts = matrices.stacks.row_starts, matrices.stacks.col_starts
     table = scalar_table(rule.scalars, scalars, len(matrices))
-    for i, layout in enumerate(layouts):
-        _, rows, cols = matrices.shapes[i].tolist()
+    for i, layout in enumerate(matrices.stacks.layouts):
+        _, rows, cols = matrices.stacks.shapes[i].tolist()
         by_col = [factors[name][col_starts[i] : col_starts[i + 1]] for name in rule.by_col]
         by_row = [factors[name][row_starts[i] : row_starts[i + 1]] for name in rule.by_row]
 
@@ -92,7 +89,7 @@ def run_factored(
             return [t[row // rows * cols + col] for t in by_col] + [t[row] for t in by_row]  # noqa: B023
 
         columns = [column[i].view(-1) for column in matrices.columns.values()]
-        key = (seed, streams[i], int(steps[i]))
+        key = (seed, matrices.stacks.streams[i], int(steps[i]))
         update_elements(rule.by_elements(), columns, layout, key, table[i].tolist(), stochastic, factor, expanded)
 
 

@@ -122,6 +122,10 @@ def make_plan(
 
 def advance(counters: Sequence[Tensor]) -> npt.NDArray[np.int64]:
     """Adds one to each step counter (0-d tensors) and returns the new values."""
+    if len({(counter.dtype, counter.device) for counter in counters}) == 1:
+        torch._foreach_add_(list(counters), 1)
+        steps: npt.NDArray[np.int64] = torch.stack(list(counters)).to(torch.int64).cpu().numpy()
+        return steps
     for counter in counters:
         counter += 1
     return np.array([int(counter) for counter in counters], dtype=np.int64)

@@ -18,7 +18,6 @@ from torch import Tensor
 from subulp.backends import registry
 from subulp.backends.matrices import Matrices, Operand
 from subulp.formula.rule import Quantity, Rule
-from subulp.numerics.layout import Layout
 
 _MODULES = {
     "eager": "subulp.backends.eager_sums",
@@ -49,8 +48,6 @@ def sums(
 def run_factored(
     rule: Rule,
     matrices: Matrices,
-    layouts: Sequence[Layout],
-    streams: Sequence[int],
     steps: Sequence[int],
     factors: Mapping[str, Tensor],
     scalars: Mapping[str, Operand],
@@ -62,10 +59,10 @@ def run_factored(
 ) -> None:
     """Updates the written tensors in place. The columns are the parameter, the rule's states and what it reads, in order.
 
-    ``layouts``, ``streams`` and ``steps`` are those of the noise, one for each tensor.
+    ``steps`` are those of the noise, one for each tensor.
     """
     module = _module(backend, matrices.device, matrices.dtypes(tuple(matrices.columns)), factors)
-    arguments = (rule, matrices, layouts, streams, steps, factors, scalars)
+    arguments = (rule, matrices, steps, factors, scalars)
     module.run_factored(*arguments, seed=seed, stochastic=stochastic, factor=factor)
 
 

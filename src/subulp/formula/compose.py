@@ -148,7 +148,7 @@ def _formula(
     arguments = (*elementwise, *columns, *rows, *scalars)
     # Names come from other code: prefixed, none of them hides a part.
     lines = [f"    {_names(each.outputs)} = part{i}({_names(each.inputs)})" for i, each in enumerate(parts)]
-    name = "_".join(each.function.__name__ for each in parts)
+    name = "_".join(each.function.__name__.replace("<lambda>", "anonymous") for each in parts)
     text = "\n".join([f"def {name}({_names(arguments)}):", *lines, f"    return {returned}", ""])
     function = define(name, text, {f"part{i}": each.function for i, each in enumerate(parts)})
     return function, columns, rows, scalars, axes

@@ -19,7 +19,7 @@ from torch import Tensor
 from subulp.formula.words import MASK, Word, chosen
 
 
-def div(a: Tensor, b: Tensor) -> Tensor:
+def div(a: Tensor | float, b: Tensor) -> Tensor:
     """Correctly rounded ``a / b``."""
     return a / b
 

@@ -184,10 +184,9 @@ class Adafactor(StagedOptimizer):
 
     def update(self, passes: Passes) -> None:
         group = passes.group
-        (total,) = passes.sum(OF_PARAMETER, "all")
-        rms = (total / passes.numel).sqrt()
-        for state, value in zip(passes.states, rms.float().unbind(), strict=True):
-            state["RMS"] = value
+        (total,) = passes.sum(OF_PARAMETER)
+        rms = (total / passes.kind.numel).sqrt()
+        torch._foreach_copy_([state["RMS"] for state in passes.states], list(rms.float().unbind()))
         beta2 = passes.of_step(lambda step: 1 - step ** group["decay_rate"])
         floor, clamp = group["eps"][0], None
         if group["semantics"] == "torch":
@@ -200,12 +199,12 @@ class Adafactor(StagedOptimizer):
         scalars = {"scale": lr / clip if beta1 is None else (1 - beta1) * lr / clip, "decay": decay}
         if beta1 is not None:
             scalars["beta1"] = beta1
-        passes.apply(self._rule(group, moments.parts), **moments.operands, **scalars)
+        passes.apply(self._rule(group, moments.parts), {**moments.operands, **scalars})
 
     def _state_of(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = super()._state_of(p, group)
         # Made with the rest: a flattened checkpoint only loads the names that the state has by then.
-        if "RMS" not in state:
+        if not isinstance(state.get("RMS"), Tensor):  # checkpoints of transformers may bring a number
             state["RMS"] = torch.zeros((), dtype=torch.float32, device=p.device)
         return state
 

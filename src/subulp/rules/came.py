@@ -123,7 +123,7 @@ class CAME(StagedOptimizer):
         clip = (size_of_update(passes, moments, "exp_avg_sq") / group["clip_threshold"]).clamp(min=1.0)
         scalars = {"beta1": beta1, "share": (1 - beta1) / clip, "lr": lr, "decay": lr * group["weight_decay"]}
         if moments.parts is WHOLE:
-            passes.apply(OTHER, **moments.operands, **scalars)
+            passes.apply(OTHER, {**moments.operands, **scalars})
             return
         s, d = factored(
             passes,
@@ -134,8 +134,7 @@ class CAME(StagedOptimizer):
             scale=(beta1 / clip) ** 2,
             correction=passes.of_step(lambda step: 1 - beta3**step) if group["bias_correction"] else 1.0,
             what=DEVIATION,
+            operands={"factor": clip, **moments.operands},
             states={"m": "exp_avg"},
-            factor=clip,
-            **moments.operands,
         )
-        passes.apply(MATRIX, s=s, d=d, **moments.operands, **scalars)
+        passes.apply(MATRIX, {"s": s, "d": d, **moments.operands, **scalars})

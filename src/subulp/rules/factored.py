@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -11,12 +12,16 @@ from subulp.formula.compose import Part, part, quantity
 from subulp.formula.factors import weighed
 from subulp.formula.ops import div, maximum, sqrt
 from subulp.formula.rule import Quantity, State
-from subulp.passes import Passes
+from subulp.passes import NONE, Passes
 
 
 @part("x")
 def square(u):  # type: ignore[no-untyped-def]
     return u * u
+
+
+def inverse_root(v, least):  # type: ignore[no-untyped-def]
+    return div(1.0, sqrt(maximum(v, least)))
 
 
 @part("v")
@@ -26,12 +31,12 @@ def whole_moment(v, g, beta2, one_minus_beta2, floor):  # type: ignore[no-untype
 
 @part("u")
 def whole_direction(v, g, least):  # type: ignore[no-untyped-def]
-    return div(1.0, sqrt(maximum(v, least))) * g
+    return inverse_root(v, least) * g
 
 
 @part("u", by_row=["r"], by_col=["c"])
 def clamped_direction(g, r, c, least):  # type: ignore[no-untyped-def]
-    return div(1.0, sqrt(maximum(r * c, least))) * g
+    return inverse_root(r * c, least) * g
 
 
 OF_GRADIENT = quantity(square.of(u="g").to("x"))
@@ -70,8 +75,8 @@ def factored(
     scale: Operand = 1.0,
     correction: Operand = 1.0,
     what: Quantity = OF_GRADIENT,
-    states: dict[str, str] | None = None,
-    **operands: Operand,
+    operands: Mapping[str, Operand] = NONE,
+    states: Mapping[str, str] = NONE,
 ) -> tuple[Tensor, Tensor]:
     """Updates the second moment ``name`` of matrices; returns the factors by row and by column of ``1 / sqrt(v)``.
 
@@ -80,15 +85,15 @@ def factored(
     is taken as ``R_i * C_j / mean(R)`` (Shazeer and Stern 2018, section 3). ``correction`` divides R and C (and so v) where
     they are used. With ``clamp`` the factors are those of v: mean(R) is at least this, as in ``torch.optim.Adafactor``.
     """
-    row, col = passes.sum(what, "rows", "cols", states=states, **operands)
+    row, col = passes.sum(what, ("rows", "cols"), operands, states)
     kept = []
     for key, total, over, dim in (("row", row, "rows", -1), ("col", col, "cols", -2)):
         share, gain = passes.spread(beta2, over), passes.spread(scale, over)
-        mean = total / passes.extent(dim, over)
+        mean = total / passes.kind.extent(dim, over)
         new = share * passes.packed(f"{name}_{key}") + (1 - share) * (gain * mean + floor)
         kept.append(passes.unpack(f"{name}_{key}", new))
     exact_row, exact_col = kept
-    rows = passes.matrix_extent(-2)
+    rows = passes.kind.extent(-2, "matrices")
     mean_row = passes.sum_rows(f"{name}_row") / rows
     if clamp is not None:
         return exact_row / passes.spread_matrices(mean_row.clamp(min=clamp), "rows"), exact_col
@@ -98,7 +103,7 @@ def factored(
 
 def second_moments(passes: Passes, name: str, beta2: Operand, floor: float, clamp: float | None = None) -> Moments:
     """:func:`factored` of matrices; of other parameters, whose moment is updated with the rest, what its parts take."""
-    if len(passes.shapes[0]) < 2:
+    if len(passes.kind.shapes[0]) < 2:
         operands = {"beta2": beta2, "one_minus_beta2": 1 - beta2, "floor": floor, "least": (clamp or 0.0) ** 2}
         return Moments(WHOLE, operands)
     r, c = factored(passes, name, beta2, floor, clamp)
@@ -110,5 +115,6 @@ def second_moments(passes: Passes, name: str, beta2: Operand, floor: float, clam
 def size_of_update(passes: Passes, moments: Moments, name: str) -> Tensor:
     """The root mean square of u over each whole parameter."""
     reads = ("v", "g") if moments.parts is WHOLE else ("g",)
-    (total,) = passes.sum(quantity(*moments.parts, square, reads=reads), "all", states={"v": name}, **moments.operands)
-    return (total / passes.numel).sqrt()
+    what = quantity(*moments.parts, square, reads=reads)
+    (total,) = passes.sum(what, operands=moments.operands, states={"v": name})
+    return (total / passes.kind.numel).sqrt()

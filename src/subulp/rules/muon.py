@@ -240,7 +240,7 @@ class Muon(StagedOptimizer):
         orthogonal: list[Tensor] = list(directions)
         scale = [0.0] * len(directions)
         for chosen in _batches(passes):
-            shape = passes.shapes[chosen[0]]
+            shape = passes.kind.shapes[chosen[0]]
             view = cast(tuple[int, int, int], matrices_of(shape, group["view"]))  # checked before the step
             wholes = [whole_of(directions[i], passes.params[i]).bfloat16().reshape(view) for i in chosen]
             results = _orthogonal(torch.cat(wholes), group).reshape(len(chosen), *shape)
@@ -250,10 +250,12 @@ class Muon(StagedOptimizer):
         lr = float(group["lr"])
         passes.apply(
             MUON,
-            {"o": orthogonal},
-            decay=lr * group["weight_decay"],
-            step_size=lr * passes.vector(scale),
-            one_minus_momentum=1 - group["momentum"],
+            {
+                "decay": lr * group["weight_decay"],
+                "step_size": lr * passes.kind.vector(scale),
+                "one_minus_momentum": 1 - group["momentum"],
+            },
+            reads={"o": orthogonal},
         )
 
     @staticmethod
@@ -261,8 +263,8 @@ class Muon(StagedOptimizer):
         """What is to be orthogonalised, in fp32: this process's parts."""
         group = passes.group
         momentum = float(group["momentum"])
-        grads = [g.to(passes.dtype) * passes.factor for g in passes.column("g")]
-        kept = [b.to(passes.dtype) for b in passes.column("momentum_buffer")]
+        grads = [g.to(passes.kind.dtype) * passes.factor for g in passes.column("g")]
+        kept = [b.to(passes.kind.dtype) for b in passes.column("momentum_buffer")]
         moved = [interpolated(b, g, 1 - momentum) for b, g in zip(kept, grads, strict=True)]
         return [g + momentum * (b - g) for b, g in zip(moved, grads, strict=True)] if group["nesterov"] else moved
 
@@ -270,7 +272,7 @@ class Muon(StagedOptimizer):
 def _batches(passes: Passes) -> Iterator[list[int]]:
     """The numbers of parameters of one shape, in the order of their first ones, at most BATCH elements together."""
     alike: dict[Any, list[int]] = {}
-    for i, shape in enumerate(passes.shapes):
+    for i, shape in enumerate(passes.kind.shapes):
         alike.setdefault(shape, []).append(i)
     for shape, members in alike.items():
         size = max(1, BATCH // math.prod(shape))

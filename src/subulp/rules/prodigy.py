@@ -242,7 +242,7 @@ class Prodigy(StagedOptimizer):
         lr = self._rate()
         if float(group["lr"]) == 0.0 or lr == 0.0:
             return
-        d = self.param_groups[0]["d"].to(passes.device)
+        d = self.param_groups[0]["d"].to(passes.kind.device)
         first = self.param_groups[0]["d0"]
         rate = d * lr * self._correction()
         beta1, beta2 = map(float, group["betas"])
@@ -255,25 +255,23 @@ class Prodigy(StagedOptimizer):
         weight = d / first * (d if group["safeguard_warmup"] else rate)
         self._measure(passes, weight, d / first * rate, beta3, scalars["coupled"])
         scalars |= {"beta1": beta1, "gain1": d * (1 - beta1), "beta2": beta2, "gain2": d * d * (1 - beta2)}
-        passes.apply(RULE, **scalars, step_size=rate, eps=d * group["eps"])
+        passes.apply(RULE, {**scalars, "step_size": rate, "eps": d * group["eps"]})
 
     def _measure(self, passes: Passes, weight: Tensor, share: Tensor, beta3: float, coupled: float) -> None:
         """Updates s, and adds each parameter's part of r and of the norm of s to what is pending."""
         every = passes.group["slice_p"]
-        (aligned,) = passes.sum(ALIGNMENT, "all", states={"p0": "p0"}, every=every, coupled=coupled)
+        (aligned,) = passes.sum(ALIGNMENT, operands={"coupled": coupled}, states={"p0": "p0"}, every=every)
         reads = {name: passes.sampled(name, every) for name in ("g", "p")}
         passes.apply(
             ACCUMULATE,
-            {"g": reads["g"], "w": reads["p"]},
+            {"beta3": beta3, "weight": weight, "coupled": coupled},
+            reads={"g": reads["g"], "w": reads["p"]},
             target="s",
-            beta3=beta3,
-            weight=weight,
-            coupled=coupled,
         )
-        (size,) = passes.sum(SIZE, "all", states={"s": "s"}, every=every)
+        (size,) = passes.sum(SIZE, states={"s": "s"}, every=every)
         # A list, since fused backward comes from several threads; added up in the order of streams, whichever came first.
         sums = torch.stack([share * aligned, size], dim=1).to(self.param_groups[0]["d_numerator"].device)
-        self._pending.append((passes.streams, sums))
+        self._pending.append((list(passes.kind.stacks.streams), sums))
 
     def finish_step(self) -> None:
         """Updates the estimate from what all parameters have added since the last step."""

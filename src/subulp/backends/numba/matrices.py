@@ -12,23 +12,18 @@ import torch
 from torch import Tensor
 
 from subulp.backends.forks import wait_for_all
-from subulp.backends.matrices import Matrices, Operand, scalar_table, starts
+from subulp.backends.matrices import Matrices, Operand, Table, scalar_table, starts
 from subulp.backends.numba.launch import CHUNK, ELEMENTS_PER_THREAD, layout_table, pointer_table, thread_pool
 from subulp.backends.numba.matrix_kernels import factored_kernel, finish_kernel, sums_kernel
 from subulp.formula.rule import Quantity, Rule, slots
 from subulp.formula.sums import PIECE, STRIP
-from subulp.numerics.layout import Layout
 from subulp.storage import CODECS
 from subulp.torch_internals import mark_written
-
-Table = npt.NDArray[np.int64]
 
 
 def run_factored(
     rule: Rule,
     matrices: Matrices,
-    layouts: Sequence[Layout],
-    streams: Sequence[int],
     steps: Sequence[int],
     factors: Mapping[str, Tensor],
     scalars: Mapping[str, Operand],
@@ -38,22 +33,24 @@ def run_factored(
     factor: float = 1.0,
 ) -> None:
     """Updates the written tensors of ``matrices`` in place; see ``subulp.backends.sums``."""
-    columns = list(matrices.columns.values())
+    columns, stacks = list(matrices.columns.values()), matrices.stacks
     codecs = tuple(CODECS[column[0].dtype] for column in columns)
     kernel = factored_kernel(rule, codecs, slots(stochastic, 1 + len(rule.states)))
-    chunks = _row_chunks(matrices.shapes.tobytes())
+    if "layouts" not in stacks.memo:
+        stacks.memo["layouts"] = layout_table(stacks.layouts, stacks.sizes)
+    chunks = _row_chunks(stacks.key)
     _run(
         kernel,
         len(chunks),
-        int(matrices.sizes.sum()),
-        _pointers(columns, [factors[name] for name in rule.by_col], matrices.cols),
-        _pointers([], [factors[name] for name in rule.by_row], matrices.rows),
-        matrices.shapes[:, 1:].copy(),
-        layout_table(layouts, matrices.sizes),
+        int(stacks.sizes.sum()),
+        _pointers(columns, [factors[name] for name in rule.by_col], stacks.col_starts),
+        _pointers([], [factors[name] for name in rule.by_row], stacks.row_starts),
+        np.ascontiguousarray(stacks.shapes[:, 1:]),
+        stacks.memo["layouts"],
         chunks,
         np.zeros(1, dtype=np.int64),
         _narrow(scalar_table(rule.scalars, scalars, len(matrices))),
-        np.array(streams, dtype=np.int64),
+        np.array(stacks.streams, dtype=np.int64),
         np.array(steps, dtype=np.int64),
         np.uint64(seed),
         np.float32(factor),
@@ -71,19 +68,19 @@ def sums(
     factor: float = 1.0,
 ) -> dict[str, Tensor]:
     """See ``subulp.backends.sums``."""
-    columns = [matrices.columns[name] for name in quantity.reads]
+    columns, stacks = [matrices.columns[name] for name in quantity.reads], matrices.stacks
     codecs = tuple(CODECS[column[0].dtype] for column in columns)
     kernel = sums_kernel(quantity, codecs, "cols" in over)
-    tiles, chunks, piece_starts, strip_starts = _tiles(matrices.shapes.tobytes())
+    tiles, chunks, piece_starts, strip_starts = _tiles(stacks.key)
     pieces = np.empty(piece_starts[-1])
     strips = np.empty(strip_starts[-1] if "cols" in over else 0)
     _run(
         kernel,
         len(chunks),
-        int(matrices.sizes.sum()),
-        _pointers(columns, [factors[name] for name in quantity.by_col], matrices.cols),
-        _pointers([], [factors[name] for name in quantity.by_row], matrices.rows),
-        matrices.shapes,
+        int(stacks.sizes.sum()),
+        _pointers(columns, [factors[name] for name in quantity.by_col], stacks.col_starts),
+        _pointers([], [factors[name] for name in quantity.by_row], stacks.row_starts),
+        stacks.shapes,
         tiles,
         chunks,
         np.zeros(1, dtype=np.int64),
@@ -94,9 +91,9 @@ def sums(
         pieces,
         strips,
     )
-    rows, cols, totals = np.empty(matrices.rows.sum()), np.empty(matrices.cols.sum()), np.empty(len(matrices))
+    rows, cols, totals = np.empty(stacks.row_starts[-1]), np.empty(stacks.col_starts[-1]), np.empty(len(matrices))
     finish_kernel()(
-        matrices.shapes,
+        stacks.shapes,
         pieces,
         strips,
         rows,
@@ -116,13 +113,13 @@ def _run(kernel: Callable[..., Any], chunks: int, elements: int, *arguments: Any
         wait_for_all(helpers)
 
 
-def _pointers(columns: Sequence[Sequence[Tensor]], packed: Sequence[Tensor], counts: Table) -> Table:
+def _pointers(columns: Sequence[Sequence[Tensor]], packed: Sequence[Tensor], begins: Table) -> Table:
     """Addresses, shape (tensors, columns): of tensors, and of each tensor's segment of packed fp32 vectors."""
-    table = np.empty((len(counts), max(1, len(columns) + len(packed))), dtype=np.int64)
+    table = np.empty((len(begins) - 1, max(1, len(columns) + len(packed))), dtype=np.int64)
     if columns:
         table[:, : len(columns)] = pointer_table(columns)
     for c, vector in enumerate(packed, len(columns)):
-        table[:, c] = vector.data_ptr() + 4 * starts(counts)[:-1]
+        table[:, c] = vector.data_ptr() + 4 * begins[:-1]
     return table
 
 
