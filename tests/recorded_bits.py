@@ -21,6 +21,7 @@ import argparse
 import hashlib
 import json
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -32,7 +33,7 @@ from tests.recorded_runs import RUNS
 
 TABLE = Path(__file__).with_name("recorded_bits.json")
 
-CASES = {**RUNS, **FUNCTIONS}
+CASES: dict[str, Callable[[str], Iterator[tuple[str, Tensor]]]] = {**RUNS, **FUNCTIONS}
 """Each gives its named tensors for a backend, "eager" or "numba"."""
 
 

@@ -54,6 +54,8 @@ def _round_strided(dtype: torch.dtype) -> Callable[[str], Named]:
             ("expanded", x[:1].expand(3, 5, 6)),
         ):
             yield name, subulp.round_stochastic(view, dtype, seed=5, stream=9, step=1)
+        large = _operand(numbers((517, 513), 12, torch.float32).t(), backend)
+        yield "large", subulp.round_stochastic(large, dtype, seed=5, stream=10, step=1)
         target = torch.zeros(5, 7, dtype=dtype).t()
         yield "copy", subulp.copy_stochastic_(target, _operand(x[:, :, 0], backend), seed=6, stream=1)
 

@@ -148,9 +148,10 @@ class Run:
     steps: int = 20
     layout: str = "one"
     options: Options = field(default_factory=dict)
+    shapes: tuple[tuple[int, ...], ...] = SHAPES
 
     def __call__(self, backend: str) -> Named:
-        params = _parameters(self.dtype)
+        params = _parameters(self.shapes, self.dtype)
         settings = {**self.tested.defaults, "stream": 0, **self.variant, "backend": backend}
         opt = self.tested.cls(self._groups(params), **settings)
         scaler = torch.amp.GradScaler("cpu", init_scale=1000.0, growth_interval=3)
@@ -158,14 +159,14 @@ class Run:
         for step in range(self.steps):
             for i, p in enumerate(params):
                 g = numbers(p.shape, 1000 * step + i, self.grad_dtype) * 2.0 ** -(step % 5)
+                if opt.amp_scaling and (step, i) == (4, 4):
+                    g[0, 0] = math.inf
                 if p.grad is None and g.dtype != p.dtype:
                     p.grad_dtype = None
                 p.grad = g
             if not opt.amp_scaling:
                 opt.step()
                 continue
-            if step == 4:
-                params[4].grad[0, 0] = math.inf
             scaler.scale(torch.ones(()))
             scaler.step(opt)
             scaler.update()
@@ -188,8 +189,8 @@ class Run:
         return [{"params": items[i::3], **rate, **self.options} for i, rate in enumerate(rates)]
 
 
-def _parameters(dtype: torch.dtype) -> list[Parameter]:
-    dense = [numbers(shape, i, dtype) for i, shape in enumerate(SHAPES)]
+def _parameters(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Parameter]:
+    dense = [numbers(shape, i, dtype) for i, shape in enumerate(shapes)]
     strided = [numbers((4, 6), 100, dtype).t(), numbers((5, 8), 101, dtype)[:, ::2]]
     return [Parameter(t) for t in (*dense, *strided)]
 
@@ -238,8 +239,8 @@ def _cases() -> Iterator[tuple[str, Run]]:
             for option, fields in _option_runs(tested):
                 yield f"{name}/{label}/{option}", Run(tested, tested.variants[label], **fields)
     for name in ("AdamW", "Adam", "SGD", "Lion", "SignSGD"):
-        complex64 = Run(OPTIMIZERS[name], {}, torch.complex64, torch.complex64, 5)
-        yield f"{name}/plain/complex64", complex64
+        yield f"{name}/plain/complex64", Run(OPTIMIZERS[name], {}, torch.complex64, torch.complex64, 5)
+        yield f"{name}/plain/bf16/large", Run(OPTIMIZERS[name], {}, steps=2, shapes=((2**18 + 129,),))
 
 
 RUNS = dict(_cases())
