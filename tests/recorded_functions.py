@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import subulp
-from tests.recorded_inputs import BIG_SEED, every, numbers, special
+from tests.recorded_inputs import BIG_SEED, every, numbers, some, special
 
 Named = Iterator[tuple[str, Tensor]]
 
@@ -71,10 +71,9 @@ def _arithmetic(dtype: torch.dtype, operands: torch.dtype) -> Callable[[str], Na
             yield name, torch.where(x.isnan(), torch.nan, x)
 
     def results(backend: str) -> Named:
-        ordinary = numbers((5123,), 21, operands)
-        values = torch.cat([special(), ordinary[:3]]).to(operands)
-        start = numbers((5123,), 22, dtype).roll(1)
-        start = torch.cat([start[:2600], special()[: 5123 - 2600].to(dtype)])
+        values = some(operands, 8003)
+        ordinary = numbers(values.shape, 21, operands)
+        start = torch.cat([numbers((4001,), 22, dtype), some(dtype, 4002)])
         others = [_operand(t, backend) for t in (values, ordinary)]
         for i, counters in enumerate(COUNTERS[:2]):
             for alpha in (1.0, -0.3):
@@ -85,6 +84,21 @@ def _arithmetic(dtype: torch.dtype, operands: torch.dtype) -> Callable[[str], Na
                 target = start.clone()
                 yield f"{i} addcdiv {alpha}", subulp.addcdiv_stochastic_(target, *others, value=alpha, **counters)
             yield f"{i} row", subulp.add_stochastic_(start[:35].view(5, 7).clone(), others[1][:7], **counters)
+
+    return case
+
+
+def _nearest(dtype: torch.dtype) -> Callable[[str], Named]:
+    """Rounding to nearest is no function of its own: here a step from zero stores each special value, ties among them."""
+
+    def case(backend: str) -> Named:
+        values = special()
+        values = values[~values.isnan()]
+        p = Parameter(torch.zeros(values.shape, dtype=dtype))
+        p.grad_dtype = None
+        p.grad = -values
+        subulp.SGD([p], lr=1.0, stochastic_rounding=False, backend=backend).step()
+        yield "", p.detach()
 
     return case
 
@@ -129,6 +143,8 @@ def _cases() -> Iterator[tuple[str, Callable[[str], Named]]]:
             yield f"round/{name}/{target}", _round(source(), dtype)
         yield f"round/strided/{target}", _round_strided(dtype)
         yield f"arithmetic/fp32/{target}", _arithmetic(dtype, torch.float32)
+    yield "nearest/bf16", _nearest(torch.bfloat16)
+    yield "nearest/fp16", _nearest(torch.float16)
     yield "arithmetic/bf16/bf16", _arithmetic(torch.bfloat16, torch.bfloat16)
     yield "arithmetic/fp16/fp16", _arithmetic(torch.float16, torch.float16)
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):

@@ -25,6 +25,7 @@ FAST = [
     "round/fp32/fp16",
     "round/fp32/e4m3",
     "round/fp32/e5m2",
+    "nearest/bf16",
     "arithmetic/fp32/bf16",
     "EMA/bf16",
     "GradientAccumulation/bf16",
