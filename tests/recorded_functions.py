@@ -103,6 +103,20 @@ def _nearest(dtype: torch.dtype) -> Callable[[str], Named]:
     return case
 
 
+def _kept(dtype: torch.dtype) -> Callable[[str], Named]:
+    """Weights of every pattern: those that are not finite stay."""
+
+    def case(backend: str) -> Named:
+        for stochastic in (True, False):
+            p = Parameter(every(dtype))
+            opt = subulp.SGD([p], weight_decay=0.1, stochastic_rounding=stochastic, stream=0, backend=backend)
+            p.grad = numbers(p.shape, 31, dtype)
+            opt.step()
+            yield f"{stochastic}", p.detach()
+
+    return case
+
+
 def _average(dtype: torch.dtype, names: bool, **settings: Any) -> Callable[[str], Named]:
     def case(backend: str) -> Named:
         shapes = [(), (3,), (7, 5), (129,)]
@@ -145,6 +159,8 @@ def _cases() -> Iterator[tuple[str, Callable[[str], Named]]]:
         yield f"arithmetic/fp32/{target}", _arithmetic(dtype, torch.float32)
     yield "nearest/bf16", _nearest(torch.bfloat16)
     yield "nearest/fp16", _nearest(torch.float16)
+    yield "kept/bf16", _kept(torch.bfloat16)
+    yield "kept/fp16", _kept(torch.float16)
     yield "arithmetic/bf16/bf16", _arithmetic(torch.bfloat16, torch.bfloat16)
     yield "arithmetic/fp16/fp16", _arithmetic(torch.float16, torch.float16)
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
