@@ -232,7 +232,7 @@ class Passes:
                 seed=self.group["seed"],
                 stochastic=stochastic,
             )
-        else:
+        elif any(t.numel() > 0 for t in columns["written0"]):  # a process may have no part of any parameter
             layouts = self.kind.stacks.layouts if target is None else None
             bucket = self._bucket(list(columns.values()), len(written), rule, scalars, layouts)
             backend = registry.choose(self.backend, self.kind.device, bucket.dtypes)

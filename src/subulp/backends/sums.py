@@ -22,7 +22,7 @@ from subulp.formula.rule import Quantity, Rule
 _MODULES = {
     "eager": "subulp.backends.eager_sums",
     "numba": "subulp.backends.numba.matrices",
-    "triton": "subulp.backends.eager_sums",
+    "triton": "subulp.backends.triton.matrices",
 }
 
 

@@ -207,9 +207,9 @@ def constants(
     return {
         "UPDATE": jitted(element.update),
         "ENCODE": jitted(element.encode),
-        "SIZES": _packed(codec.bits // 8 for codec in codecs),
-        "DRAWS": _packed(element.draws),
-        "WORDS": _packed(word_of(slot, bits) for slot, bits in enumerate(element.draws)),
+        "SIZES": packed(codec.bits // 8 for codec in codecs),
+        "DRAWS": packed(element.draws),
+        "WORDS": packed(word_of(slot, bits) for slot, bits in enumerate(element.draws)),
         "WRITTEN": written,
         "COLUMNS": len(codecs),
         "SCALARS": len(rule.scalars),
@@ -222,7 +222,7 @@ def constants(
     }
 
 
-def _packed(numbers: Iterable[int]) -> int:
+def packed(numbers: Iterable[int]) -> int:
     """Numbers below 256 as one: Triton before 3.6 takes no tuples of constants."""
     return int.from_bytes(bytes(numbers), "little")
 

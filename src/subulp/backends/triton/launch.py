@@ -66,7 +66,7 @@ def run(
     if not sizes.any():
         return
     device = bucket.device
-    on_device = isinstance(bucket.steps, Tensor)
+    steps_on_device = isinstance(bucket.steps, Tensor)
     pointers = np.empty((len(sizes), len(columns)), dtype=np.int64)
     for c, column in enumerate(columns):
         pointers[:, c] = np.fromiter(map(Tensor.data_ptr, column), np.int64, len(column))
@@ -77,10 +77,10 @@ def run(
     noise[:, 1] = np.uint64(seed).astype(np.int64)
     steps, scalars, noise[:, 2] = _lines(bucket)
     rows = np.concatenate([pointers, layouts[:, :1], noise, layouts[:, 1:]], axis=1)
-    with nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device):
-        table = _tables.get(("rows", rows.shape, rows.tobytes()), lambda: rows, device, on_device)
+    with on_device(device):
+        table = _tables.get(("rows", rows.shape, rows.tobytes()), lambda: rows, device, steps_on_device)
         content = ("chunks", sizes.tobytes(), fast.tobytes(), layouts.tobytes())
-        chunks = _tables.get(content, lambda: chunk_map(sizes, fast, layouts), device, on_device)
+        chunks = _tables.get(content, lambda: chunk_map(sizes, fast, layouts), device, steps_on_device)
         if not isinstance(steps, Tensor):
             steps, scalars = _upload_lines(steps, scalars, device)
         triton_kernel.update[(len(chunks),)](
@@ -100,13 +100,18 @@ def run(
                 has_found_inf=found_inf is not None,
                 has_grad_scale=grad_scale is not None,
             ),
-            **triton_kernel.options(_warp_size(device.type)),
+            **triton_kernel.options(warp_size(device.type)),
         )
     bucket.finish()
 
 
+def on_device(device: torch.device) -> Any:
+    """A context in which this is the current device."""
+    return nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
+
+
 @cache
-def _warp_size(device_type: str) -> int:
+def warp_size(device_type: str) -> int:
     if device_type == "cpu":
         return 32
     from triton.runtime import driver
