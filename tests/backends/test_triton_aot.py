@@ -15,10 +15,10 @@ pytest.importorskip("triton")
 
 pytestmark = pytest.mark.slow
 
-NVIDIA = ["sm_80", "sm_89", "sm_90", "sm_120"]
+NVIDIA = ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120"]
 TARGETS = [*NVIDIA, "gfx942"]
 CASES = ["adamw", "adamw_nearest", "adamw_fp32_states", "adamw_fp16", "amsgrad", "lerp"]
-LIMIT = {"adamw": 80, "adamw_nearest": 66, "adamw_fp32_states": 62, "adamw_fp16": 142, "amsgrad": 98, "lerp": 20}
+LIMIT = {"adamw": 80, "adamw_nearest": 66, "adamw_fp32_states": 62, "adamw_fp16": 116, "amsgrad": 98, "lerp": 20}
 """Instructions per element: what docs/gpu/README.md records, and a few for other compiler versions."""
 
 
@@ -63,8 +63,9 @@ def test_amd_arithmetic_is_rounded_and_not_contracted(report: Any, case: str) ->
     assert code["contract_llir"] == 0
     assert code["denormals"] == 3  # neither inputs nor results are flushed
     assert code["div_rn"] == code["sqrt_rn"] == (0 if case == "lerp" else 10)
-    # LLVM's expansion of a correctly rounded division has five fused multiply-adds, that of a square root two.
-    assert code["fma_machine"] == 7 * code["div_rn"]
+    # LLVM's expansion of a correctly rounded division has five fused multiply-adds, that of a square root two. Each of the
+    # two fp16 stores converts to a 64-bit integer, which has one.
+    assert code["fma_machine"] == (7 + 2 * (case == "adamw_fp16")) * code["div_rn"]
 
 
 @pytest.mark.parametrize("target", TARGETS)

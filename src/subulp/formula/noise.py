@@ -48,7 +48,18 @@ def key_block(seed_low, seed_high, stream_low, stream_high, step, block, counter
 def keyed_mix(counter, k0, k1):
     """The noise word at a counter."""
     x = counter ^ k0
-    x = (x ^ (x >> 17)) * MIX_C0
+    return _mixed(x ^ (x >> 17), counter, k1)
+
+
+def keyed_mix_pair(counter, k0, k1):
+    """The noise words at an even counter and at the next: their first steps differ in one bit."""
+    x = counter ^ k0
+    x = x ^ (x >> 17)
+    return _mixed(x, counter, k1), _mixed(x ^ 1, counter ^ 1, k1)
+
+
+def _mixed(x, counter, k1):
+    x = x * MIX_C0
     x = x ^ (x >> 11) ^ k1
     x = x * MIX_C1
     x = (x ^ (x >> 15)) * MIX_C2

@@ -69,6 +69,11 @@ def high_product(a: Word, b: int) -> Word:
     return Word(result if isinstance(result, int) else (result & MASK).to(torch.int32))
 
 
+def high_sum(x: Tensor, word: Word) -> Word:
+    """The upper 32 bits of the 64-bit sum of ``x``, a number in [0, 2**54) cut to an integer, and the word."""
+    return Word(((x.to(torch.int64) + word.integers()) >> 32).to(torch.int32))
+
+
 def half_of(x: Tensor) -> Word:
     """The bits of ``x``, not a NaN, in IEEE half precision, rounded to nearest, ties to even: a word below 2**16."""
     return Word(x.to(torch.float16).view(torch.int16).to(torch.int32) & 0xFFFF)
@@ -101,6 +106,7 @@ PRIMITIVES: tuple[Callable[..., Any], ...] = (
     bits_of,
     number_of,
     high_product,
+    high_sum,
     half_of,
     number_of_half,
     repeat,

@@ -21,11 +21,11 @@ def decode(code):
 
 
 def encode(x, draw):
-    return to_neighbour(x, draw, 3, 121, 0x7E, 0x7F, 0x7F, 24)
+    return to_neighbour(x, draw, 3, 121, 448.0, 0x7F, 0x7F, 24)
 
 
 def nearest(x):
-    return to_nearest(x, 3, 121, 0x7E, 0x7E, 0x7F, 0x7F, 24)
+    return to_nearest(x, 3, 121, 0x7E, 0x7F, 0x7F, 24)
 
 
 E4M3 = Codec("e4m3", torch.float8_e4m3fn, 8, 32, decode, encode, nearest)

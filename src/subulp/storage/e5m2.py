@@ -14,11 +14,11 @@ def decode(code):
 
 
 def encode(x, draw):
-    return to_neighbour(x, draw, 2, 113, 0x7B, 0x7C, 0x7E, 24)
+    return to_neighbour(x, draw, 2, 113, 57344.0, 0x7C, 0x7E, 24)
 
 
 def nearest(x):
-    return to_nearest(x, 2, 113, 0x7B, 0x7C, 0x7C, 0x7E, 24)
+    return to_nearest(x, 2, 113, 0x7C, 0x7C, 0x7E, 24)
 
 
 E5M2 = Codec("e5m2", torch.float8_e5m2, 8, 32, decode, encode, nearest)

@@ -14,7 +14,7 @@ def decode(code):
 
 
 def encode(x, draw):
-    return to_neighbour(x, draw, 10, 113, 0x7BFF, 0x7C00, 0x7E00, 16)
+    return to_neighbour(x, draw, 10, 113, 65504.0, 0x7C00, 0x7E00, 16)
 
 
 def nearest(x):

@@ -18,7 +18,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from subulp.backends.numba.trace import FLOAT, WORD, Number, Traced, Word, traced
-from subulp.formula.noise import halves, key_block, keyed_mix, word_of
+from subulp.formula.noise import halves, key_block, keyed_mix, keyed_mix_pair, word_of
 from subulp.formula.rule import Rule
 from subulp.storage.codec import Codec
 from subulp.storage.element import element_of
@@ -214,27 +214,27 @@ class Lanes:
 
     def _pair_draws(self, builder: Any, slot: int, counter: Word, keys: Any) -> Any:
         """The draws of the even and of the odd element; Nones where there is none."""
-        bits, mix = self.draws[slot], self._mix(builder, slot, keys)
+        bits, pair = self.draws[slot], self._keys_of(builder, slot, keys)
         if not bits:
             return None, None
         if bits > 16:
-            even = counter << 1
-            return mix(even), mix(even | 1)
-        return traced(halves)(mix(counter))
+            return traced(keyed_mix_pair)(counter << 1, *pair)
+        return traced(halves)(traced(keyed_mix)(counter, *pair))
 
     def _draw(self, builder: Any, slot: int, index: Any, keys: Any) -> Any:
-        bits, mix = self.draws[slot], self._mix(builder, slot, keys)
+        bits, pair = self.draws[slot], self._keys_of(builder, slot, keys)
         if not bits:
             return None
+        counter = index if bits > 16 else builder.lshr(index, _INDEX(1))
+        word = traced(keyed_mix)(Word(builder, builder.trunc(counter, WORD)), *pair)
         if bits > 16:
-            return mix(Word(builder, builder.trunc(index, WORD)))
-        even, odd = traced(halves)(mix(Word(builder, builder.trunc(builder.lshr(index, _INDEX(1)), WORD))))
+            return word
+        even, odd = traced(halves)(word)
         return Word(builder, builder.select(builder.trunc(index, ir.IntType(1)), odd.value, even.value))
 
     @staticmethod
-    def _mix(builder: Any, slot: int, keys: Any) -> Any:
-        k0, k1 = (Word(builder, builder.extract_value(keys, 2 * slot + i)) for i in (0, 1))
-        return lambda counter: traced(keyed_mix)(counter, k0, k1)
+    def _keys_of(builder: Any, slot: int, keys: Any) -> list[Word]:
+        return [Word(builder, builder.extract_value(keys, 2 * slot + i)) for i in (0, 1)]
 
 
 def _words(builder: Any, value: Any) -> tuple[Word, Word]:

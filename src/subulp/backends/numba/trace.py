@@ -197,6 +197,20 @@ def _high_product(a: Word, b: Any) -> Word:
     return Word(builder, builder.trunc(builder.lshr(product, wide(32)), WORD))
 
 
+def _high_sum(x: Number, word: Word) -> Word:
+    """Without 64-bit lanes, which AVX2 converts no number to: the sum carries where what ``x`` leaves exceeds ``~word``.
+
+    That is compared as numbers, in two steps of 23 and 9 bits, each exact in fp32.
+    """
+    whole = (x - 2.0**31) + 1.5 * 2.0**55
+    rest = x - (whole - 1.5 * 2.0**55)
+    # Bits placed below an exponent, whose own number is taken off again.
+    high = _number_of((word >> 9) ^ 0x4FFFFFFF) - 2.0**32
+    low = _number_of((word & 0x1FF) ^ 0x4B0001FF) - (2.0**23 - 1)
+    carry = rest - high >= low
+    return _bits_of(whole) - 0x5B400000 - Word(x.builder, x.builder.sext(carry.value, WORD))
+
+
 def _half_of(x: Number) -> Word:
     half = x.builder.bitcast(x.builder.fptrunc(x.value, _HALF), ir.IntType(16))
     return Word(x.builder, x.builder.zext(half, WORD))
@@ -215,6 +229,7 @@ _BINDINGS: dict[Callable[..., Any], Any] = {
     ops.bits_of: _bits_of,
     ops.number_of: _number_of,
     ops.high_product: _high_product,
+    ops.high_sum: _high_sum,
     ops.half_of: _half_of,
     ops.number_of_half: _number_of_half,
     ops.repeat: range,

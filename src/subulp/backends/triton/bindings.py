@@ -56,6 +56,11 @@ def _high_product(a, b):
 
 
 @triton.jit
+def _high_sum(x, word):
+    return ((x.to(tl.uint64) + word.to(tl.uint64)) >> 32).to(tl.uint32)
+
+
+@triton.jit
 def _half_of(x):
     return x.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
 
@@ -73,6 +78,7 @@ _BINDINGS: dict[Callable[..., Any], Any] = {
     ops.bits_of: _bits_of,
     ops.number_of: _number_of,
     ops.high_product: _high_product,
+    ops.high_sum: _high_sum,
     ops.half_of: _half_of,
     ops.number_of_half: _number_of_half,
     # The interpreter knows the former only as an attribute of a module.

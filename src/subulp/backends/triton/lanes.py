@@ -14,6 +14,7 @@ from subulp.backends.triton.bindings import jitted
 from subulp.formula import noise
 
 _mix = jitted(noise.keyed_mix)
+_mix_pair = jitted(noise.keyed_mix_pair)
 _halves = jitted(noise.halves)
 _key_block = jitted(noise.key_block)
 
@@ -49,8 +50,7 @@ def slot_keys(seed, stream, step, WORD: tl.constexpr, DRAW: tl.constexpr, index_
 def pair_draws(index, pair, k0, k1, DRAW: tl.constexpr):
     """The draws of the even and the odd element of each pair; ``index`` is the (even) global index of pair 0."""
     if DRAW == 32:
-        counter = index.to(tl.uint32) + (pair * 2).to(tl.uint32)
-        return _mix(counter, k0, k1), _mix(counter + 1, k0, k1)
+        return _mix_pair(index.to(tl.uint32) + (pair * 2).to(tl.uint32), k0, k1)
     else:
         return _halves(_mix((index >> 1).to(tl.uint32) + pair.to(tl.uint32), k0, k1))
 
