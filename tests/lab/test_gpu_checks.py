@@ -21,7 +21,8 @@ from torch import Tensor
 import subulp
 from subulp.lab.gpu import bits, capture, child, fresh, host, large
 from subulp.lab.gpu.report import Fault, Skipped
-from subulp.lab.gpu.setting import CPU, Setting, require_equal, same_bits, written
+from subulp.lab.gpu.setting import CPU, Setting, require_equal, same_bits
+from subulp.lab.tensors import written
 from subulp.numerics.layout import Layout
 
 pytest.importorskip("triton")

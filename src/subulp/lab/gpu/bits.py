@@ -15,7 +15,8 @@ from torch.nn import Parameter
 
 import subulp
 from subulp.lab.gpu.report import Fault, Report
-from subulp.lab.gpu.setting import BF16, CPU, FP16, FP32, Setting, normal, require_equal, same_bits, written
+from subulp.lab.gpu.setting import BF16, CPU, FP16, FP32, Setting, normal, require_equal, same_bits
+from subulp.lab.tensors import written
 
 SHAPES = ((7,), (4096, 33), (1,), (513, 1025), (64, 3, 5, 5), ())
 SMALL_SHAPES = ((7,), (129, 5), (2, 3, 2, 2), ())

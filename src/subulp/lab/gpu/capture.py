@@ -11,7 +11,8 @@ from torch.nn import Parameter
 
 import subulp
 from subulp.lab.gpu.report import Report
-from subulp.lab.gpu.setting import CPU, Setting, normal, require_equal, written
+from subulp.lab.gpu.setting import CPU, Setting, normal, require_equal
+from subulp.lab.tensors import written
 
 WARM_UPS = 3
 STEPS = 7

@@ -11,7 +11,8 @@ from torch.nn import Parameter
 import subulp
 from subulp.lab.gpu import child
 from subulp.lab.gpu.report import Fault, Report
-from subulp.lab.gpu.setting import CPU, Setting, normal, written
+from subulp.lab.gpu.setting import CPU, Setting, normal
+from subulp.lab.tensors import written
 
 SECONDS = 60.0
 

@@ -13,7 +13,8 @@ import subulp
 from subulp.backends import eager
 from subulp.backends.bucket import Bucket
 from subulp.lab.gpu.report import Report, Skipped
-from subulp.lab.gpu.setting import BF16, CPU, Setting, require_equal, written
+from subulp.lab.gpu.setting import BF16, CPU, Setting, require_equal
+from subulp.lab.tensors import written
 from subulp.numerics.layout import Layout
 
 SIZE = 2**31 + 1000

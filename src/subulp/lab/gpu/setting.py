@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from subulp.lab.gpu.report import Fault
+from subulp.lab.tensors import bits
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")
-
-_CARRIERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -46,16 +44,6 @@ def normal(shape: Sequence[int], seed: int, dtype: torch.dtype = BF16) -> Tensor
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def written(optimizer: Any) -> list[Tensor]:
-    """The tensors that a step writes: each parameter, then its states."""
-    return [
-        t.detach()
-        for group in optimizer.param_groups
-        for p in group["params"]
-        for t in (p, *(optimizer.state[p][state.name] for state in optimizer.states(group, p)))
-    ]
-
-
 def same_bits(a: Tensor, b: Tensor, *, any_nan: bool = False) -> bool:
     """Equal dtypes, shapes and bits. ``any_nan``: a NaN equals a NaN, whose payload differs between devices."""
     a, b = (t.detach().cpu().contiguous() for t in (a, b))
@@ -63,8 +51,7 @@ def same_bits(a: Tensor, b: Tensor, *, any_nan: bool = False) -> bool:
         return False
     if any_nan:
         a, b = (torch.where(t.isnan(), torch.full_like(t, math.nan), t) for t in (a, b))
-    carrier = _CARRIERS[a.element_size()]
-    return torch.equal(a.view(carrier), b.view(carrier))
+    return torch.equal(bits(a), bits(b))
 
 
 def require_equal(ours: Sequence[Tensor], cpu: Sequence[Tensor], *, any_nan: bool = False) -> str:
