@@ -10,18 +10,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from subulp.formula.rule import State
+from subulp.options import DTYPES
 from subulp.sharding import state_placements
+from subulp.storage import ROUNDED
 from subulp.torch_internals import is_dtensor
 
-PARAM_DTYPES = (
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-)
-_REAL = frozenset(PARAM_DTYPES[:4])
+_REAL = frozenset(DTYPES.values())
+PARAM_DTYPES = _REAL | {torch.complex64, torch.complex128}
 
 
 def is_plain(p: Tensor, companions: Sequence[Tensor]) -> bool:
@@ -75,7 +70,7 @@ def check_grad(p: Tensor, grad: Tensor, differentiable: bool, where: str) -> Non
         raise ValueError(
             f"{what} is on the mesh {_mesh(grad)}, the parameter on {_mesh(p)}{where}: use one mesh for both."
         )
-    if differentiable and (p.dtype in (torch.bfloat16, torch.float16) or is_dtensor(p)):
+    if differentiable and (p.dtype in ROUNDED or is_dtensor(p)):
         raise ValueError(
             f"differentiable=True with a {p.dtype} parameter{where}: rounding has no gradient; use float32."
         )

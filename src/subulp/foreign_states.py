@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from subulp.formula.rule import State
+from subulp.storage import ROUNDED
 
 BLOCK = 2048
 """Elements that share a scale in the 8-bit format of adv_optm."""
@@ -52,7 +53,7 @@ def entry_of(
             scales = saved.get(f"{spec.name}_scale", saved.get(f"{spec.alias}_scale"))
             value = _from_scales(value, scales, f"{where}: {spec.name}")
             notes.append(f"{where}: {spec.name} was in 8 bits; its error is up to the scale of each block of {BLOCK}.")
-        elif spec.squared and value.dtype in (torch.bfloat16, torch.float16) and "stream" not in saved:
+        elif spec.squared and value.dtype in ROUNDED and "stream" not in saved:
             notes.append(f"{where}: {spec.name} was rounded to nearest and may be too large. It falls from now on.")
         if spec.own and value.dim() == 0 and len(shape) > 0:
             value = value.expand(shape).clone()  # Prodigy's p0: one zero for a parameter that began at zero

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from typing_extensions import TypedDict
 
+from subulp.storage import CODECS
+
 StateDtype = str | torch.dtype | Mapping[str, str | torch.dtype]
 
 
@@ -74,8 +76,10 @@ BACKENDS = ("auto", "eager", "numba", "triton")
 
 Check = Callable[[str, Any], Any]
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+DTYPES = {codec.name: codec.dtype for codec in CODECS.values() if codec.bits >= 16} | {"fp64": torch.float64}
+"""The dtypes of real parameters and of states; 8-bit formats are for the rounding functions alone."""
+
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIASES = {
     "float32": "fp32",
     "float": "fp32",
@@ -206,7 +210,7 @@ def _dtype_name(what: str, value: Any) -> str:
     name = _ALIASES.get(name, name)
     if name in _PLANNED:
         raise NotImplementedError(f"{what}={value!r} does not exist yet: use 'param', 'bf16' or 'fp32'.")
-    if name != "param" and name not in _DTYPES:
+    if name != "param" and name not in DTYPES:
         raise ValueError(
             f"{what}={value!r}: must be 'param', 'fp32', 'bf16', 'fp16', a torch.dtype or a dict of these."
         )
@@ -267,7 +271,7 @@ def state_dtype_of(normal: str, state: str, squared: bool, param_dtype: torch.dt
     if ":" in normal:
         normal = _by_tensor(normal).get(state, "param")
     if normal != "param":
-        return _DTYPES[normal]
+        return DTYPES[normal]
     return torch.bfloat16 if squared and param_dtype == torch.float16 else param_dtype
 
 

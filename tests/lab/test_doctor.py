@@ -9,6 +9,7 @@ from torch import Tensor
 import subulp
 from subulp.backends import registry
 from subulp.lab import cli, doctor, self_test
+from subulp.lab.tensors import written
 
 pytest.importorskip("numba")
 
@@ -76,7 +77,7 @@ def test_the_self_test_compares_what_a_step_writes_with_noise(monkeypatch: pytes
     inputs: list[Tensor] = []
 
     def nearest(self: subulp.AdamW) -> None:
-        inputs.extend(t.detach().clone() for t in self_test.stored(self))
+        inputs.extend(t.detach().clone() for t in written(self))
         self.param_groups[0]["stochastic_rounding"] = False
         step(self)
 

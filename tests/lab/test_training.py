@@ -1,7 +1,7 @@
 """The demo's experiment: the model, the four variants, the measures and the loop."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pydoc_data.topics import topics
 from threading import Event
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from subulp.lab import tiny_lm, training, variants
+from subulp.lab import tiny_lm, training, variants, weight_only
 from subulp.lab.tiny_lm import Text
 from subulp.lab.training import Plan, Run
 from subulp.lab.variants import Variant
@@ -120,11 +120,11 @@ def test_the_update_that_is_judged_is_adamw() -> None:
         m, v = optimizer.state[p]["exp_avg"].clone(), optimizer.state[p]["exp_avg_sq"].clone()
 
 
-def test_onetrainers_scheme_keeps_its_second_moment_and_its_weights() -> None:
+@pytest.mark.parametrize("noise", [weight_only.with_subulps_noise, weight_only.with_torchs_noise])
+def test_onetrainers_scheme_keeps_its_second_moment_and_its_weights(noise: Callable[[int], weight_only.Store]) -> None:
     """OneTrainer issues 1005 and 996: 0.0491 after 50 unit gradients, and still so after 300 zero ones; no decay."""
     p = torch.full((64,), 0.7, dtype=torch.bfloat16, requires_grad=True)
-    optimizer = variants.WeightOnlyAdamW([p], seed=0)
-    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer = weight_only.WeightOnlyAdamW([p], 0.0, variants.BETAS, variants.EPS, variants.WEIGHT_DECAY, noise(0))
     for gradient in [1.0] * 50 + [0.0] * 300:
         p.grad = torch.full_like(p, gradient)
         optimizer.step()

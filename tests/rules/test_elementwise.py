@@ -59,25 +59,3 @@ def test_decay_alone_follows_its_closed_form(spec):
     bound = 5 * 1.34 * 2.0**-8 / math.sqrt(count)
     assert abs(float(p.detach().double().mean()) - exact) < bound
     assert start - exact > 2 * bound
-
-
-@elementwise
-def test_states_can_fall(spec):
-    """Zero gradients after one of 1: every state decays in the mean, by less than half an ulp a step."""
-    p = Parameter(torch.zeros(4096, dtype=torch.bfloat16))
-    opt = spec.make([p], lr=0.0, weight_decay=0.0, **({"betas": (0.999, 0.999)} if "betas" in spec.defaults else {}))
-    p.grad = torch.ones_like(p)
-    opt.step()
-    names = [s.name for s in opt.states(opt.param_groups[0], p)]
-    before = {n: float(opt.state[p][n].double().mean()) for n in names}
-    p.grad = torch.zeros_like(p)
-    steps = 300
-    for _ in range(steps):
-        opt.step()
-    for name in names:
-        after = float(opt.state[p][name].double().mean())
-        if name == "exp_avg_sq":
-            exact = before[name] * opt.param_groups[0]["betas"][1] ** steps
-            # sd of 300 roundings under 10 ulp of 2**-8 relative: five standard errors.
-            assert abs(after / exact - 1) < 5 * 10 * 2.0**-8 / 64
-        assert after < before[name] * 0.9

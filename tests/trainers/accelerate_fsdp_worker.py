@@ -11,11 +11,11 @@ from typing import Any
 
 import accelerate
 import torch
-import transformers
 from torch.distributed.tensor import DTensor
 
 import subulp
 from tests.models import generator
+from tests.trainers.tiny_gpt2 import tiny_gpt2
 
 STEPS = 4
 
@@ -36,27 +36,9 @@ def fsdp_accelerator() -> Any:
     return accelerator
 
 
-def model() -> Any:
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=17,
-        n_positions=16,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-        tie_word_embeddings=False,
-    )
-    return transformers.GPT2LMHeadModel(config).to(torch.bfloat16)
-
-
 def main(directory: Path, resume: bool) -> None:
     accelerator = fsdp_accelerator()
-    net = model()
+    net = tiny_gpt2(vocab_size=17, bos_token_id=0, eos_token_id=0, tie_word_embeddings=False)
     net, opt = accelerator.prepare(net, subulp.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1))
     if resume:
         accelerator.load_state(str(directory / "state"))

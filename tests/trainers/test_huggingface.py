@@ -12,6 +12,7 @@ import subulp
 from tests.bits import same_bits
 from tests.models import generator
 from tests.packages import huggingface
+from tests.trainers.tiny_gpt2 import tiny_gpt2
 
 transformers = pytest.importorskip("transformers", reason="pip install transformers accelerate")
 accelerate = pytest.importorskip("accelerate", reason="pip install accelerate")
@@ -29,14 +30,6 @@ class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         start = int(torch.randint(0, 16, (), generator=generator(i)))
         ids = (torch.arange(12) + start) % 16
         return {"input_ids": ids, "labels": ids.clone()}
-
-
-def model() -> Any:
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=16, n_positions=16, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
-    )
-    return transformers.GPT2LMHeadModel(config).to(torch.bfloat16)
 
 
 def trainer(folder: Path, steps: int, **more: Any) -> Any:
@@ -57,7 +50,7 @@ def trainer(folder: Path, steps: int, **more: Any) -> Any:
         **more,
     )
     return transformers.Trainer(
-        model=model(),
+        model=tiny_gpt2(),
         args=arguments,
         train_dataset=Tokens(),
         optimizer_cls_and_kwargs=(subulp.AdamW, {"lr": 1e-3, "betas": (0.9, 0.99)}),
@@ -89,7 +82,7 @@ def test_trainer_resumes_bit_for_bit(tmp_path):
 @pytest.mark.parametrize("cls", [subulp.AdamW, subulp.Adafactor, subulp.Lion])
 def test_accelerate_prepares_steps_and_saves(cls, tmp_path):
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    net = model()
+    net = tiny_gpt2()
     options = {} if cls is subulp.Adafactor else {"lr": 1e-3}
     opt = cls(net.parameters(), **options)
     data = torch.utils.data.DataLoader(Tokens(), batch_size=8)

@@ -11,14 +11,13 @@ from torch import Tensor
 
 import subulp
 from subulp.backends import registry
+from subulp.lab.tensors import bits, written
 from subulp.options import BACKENDS
 
 SHAPES = ((257, 301), (1001,), (3, 5), ())
 """Odd sizes leave a tail behind every vector width; the first tensor is large enough to be split over threads."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-_CARRIERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
 
 @dataclass(frozen=True)
@@ -93,10 +92,4 @@ def step_once(backend: str, dtype: torch.dtype) -> list[Tensor]:
         state["exp_avg_sq"].copy_(normal(p.shape, 0.01).square())
         p.grad = normal(p.shape, 0.01)
     optimizer.step()
-    return [t.detach().view(_CARRIERS[dtype]) for t in stored(optimizer)]
-
-
-def stored(optimizer: subulp.AdamW) -> list[Tensor]:
-    """The tensors that a step writes: each parameter, then its moments."""
-    params = optimizer.param_groups[0]["params"]
-    return [t for p in params for t in (p, optimizer.state[p]["exp_avg"], optimizer.state[p]["exp_avg_sq"])]
+    return list(map(bits, written(optimizer)))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import subulp
-from subulp.lab.bench.onetrainer import OneTrainerAdamW
 from subulp.lab.bench.workloads import Workload
+from subulp.lab.weight_only import WeightOnlyAdamW, with_torchs_noise
 
 HYPERPARAMETERS: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.5}
 """Large, so that a lost decay or a wrong update exceeds what rounding may do; they do not matter for speed."""
@@ -154,7 +154,7 @@ IMPLEMENTATIONS = {
         Implementation(
             "onetrainer",
             "its scheme: SR of p, the rest op by op",
-            lambda p: OneTrainerAdamW(p, **HYPERPARAMETERS),
+            lambda p: WeightOnlyAdamW(p, **HYPERPARAMETERS, store=with_torchs_noise(0)),
             ONETRAINER,
         ),
         Implementation(
