@@ -34,6 +34,6 @@ def faults(file: str, tests: str, *entries: tuple[str, str, str]) -> list[Mutant
 
 
 def all_mutants() -> list[Mutant]:
-    from faults import arithmetic, formulas, host, kernels
+    from faults import arithmetic, formulas, host, kernels, parts
 
-    return [*formulas.MUTANTS, *arithmetic.MUTANTS, *kernels.MUTANTS, *host.MUTANTS]
+    return [*parts.MUTANTS, *formulas.MUTANTS, *arithmetic.MUTANTS, *kernels.MUTANTS, *host.MUTANTS]

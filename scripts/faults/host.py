@@ -79,15 +79,6 @@ MUTANTS = [
         ("count-first-step-is-0", "np.array([int(counter) for", "np.array([int(counter) - 1 for"),
     ),
     *faults(
-        "staged.py",
-        "rules/test_references.py rules/test_factored.py",
-        ("staged-maximize-ignored", "else block * self._factor", "else block"),
-        ("staged-blocks-share-noise", "(self._offset[0] + start, ", "(self._offset[0], "),
-        ("staged-block-takes-one-row", "min(start + step, rows)", "min(start + 1, rows)"),
-        ("staged-mean-of-nothing", "/ self.numel).sqrt()", "/ 1).sqrt()"),
-        ("staged-step-shared-noise", "self.step, (0.0,)", "0, (0.0,)"),
-    ),
-    *faults(
         "checkpoint.py",
         f"rules/test_sgd.py {_CHECKPOINTS} rules/test_factored.py",
         ("load-shares-memory", "(device=p.device, dtype=dtype, copy=True)", "(device=p.device, dtype=dtype)"),

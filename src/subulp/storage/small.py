@@ -10,6 +10,8 @@ wherever the fraction has at most 32 bits).
 from subulp.formula.ops import absolute, bits_of, high_sum, number_of, where
 
 INFINITY = float("inf")
+
+
 def binade(magnitude, min_exponent):
     """The exponent bits of a magnitude, those of the smallest normal number for what is smaller."""
     exponent = bits_of(magnitude) & 0x7F800000

@@ -113,7 +113,7 @@ def sum_pieces(
     lane = tl.arange(0, _LANES)[None, :].to(tl.int64)
     begin = piece * _PIECE
     end = tl.minimum(width, begin + _PIECE)
-    total = tl.zeros((ROWS, _LANES), tl.float64)
+    total = tl.full((ROWS, _LANES), 0.0, tl.float64)
     for step in range(begin, end, _LANES):
         column = step + lane
         inside = (stack_row < count) & (column < end)
@@ -170,7 +170,7 @@ def sum_strips(
     matrix = strip // per_matrix
     first = matrix * rows + (strip - matrix * per_matrix) * _STRIP
     last = tl.minimum(first + _STRIP, (matrix + 1) * rows)
-    total = tl.zeros((COLS,), tl.float64)
+    total = tl.full((COLS,), 0.0, tl.float64)
     for stack_row in range(first, last):
         total = total + _value(
             row,
@@ -197,7 +197,7 @@ def fold_pieces(sums, folded, chunks):
     start = tl.load(chunk)
     size = tl.load(chunk + 1)
     lane = tl.arange(0, _LANES)[None, :]
-    total = tl.zeros((1, _LANES), tl.float64)
+    total = tl.full((1, _LANES), 0.0, tl.float64)
     for step in range(0, size, _LANES):
         total = total + tl.load(sums + start + step + lane, mask=step + lane < size, other=0.0)
     place = tl.load(chunk + 2) + tl.arange(0, 1)
@@ -212,7 +212,7 @@ def fold_strips(sums, folded, chunks, COLS: tl.constexpr):
     start = tl.load(chunk)
     width = tl.load(chunk + 2)
     column = tl.load(chunk + 3) + tl.arange(0, COLS)
-    total = tl.zeros((COLS,), tl.float64)
+    total = tl.full((COLS,), 0.0, tl.float64)
     for r in range(tl.load(chunk + 1)):
         total = total + tl.load(sums + start + r * width + column, mask=column < width, other=0.0)
     tl.store(folded + tl.load(chunk + 4) + column, total, mask=column < width)
