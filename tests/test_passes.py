@@ -10,7 +10,7 @@ import torch
 import subulp
 from subulp import passes
 from subulp.backends import sums
-from subulp.staged import Kind
+from subulp.passes import Kind
 from tests.bits import same_bits
 from tests.models import make_params, set_grads, train
 

@@ -50,7 +50,6 @@ MUTANTS = [
         "optimizer.py",
         "rules/test_references.py test_batches.py rules/test_prodigy.py rules/test_factored.py test_options.py "
         "test_optimizer.py",
-        ("step-maximize-ignored", "return _sign(group) * (1.0", "return (1.0"),
         ("step-edited-lists-not-checked", "last is not None and last.fixed and", "last is not None and"),
         ("step-groups-share-a-rate", "lr.clone()", "lr"),
         ("step-fp32-states-in-bf16", "if spec.fp32:", "if False:"),
@@ -66,12 +65,6 @@ MUTANTS = [
         "contracts/test_state_counting.py",
         ("count-early-state-counts", "bool(self.state[p]) or not is_zero(grad)", "True"),
         ("count-real-gradients-do-not", "bool(self.state[p]) or not is_zero(grad)", "bool(self.state[p])"),
-    ),
-    *faults(
-        "optimizer.py",
-        "backends/test_triton_optimizer.py",
-        ("amp-scale-multiplies", "float(1 / np.float32(scale.item()))", "float(scale.item())"),
-        ("amp-overflow-ignored", "found_inf is not None and bool(found_inf)", "False"),
     ),
     *faults(
         "backends/registry.py",
@@ -154,5 +147,12 @@ MUTANTS = [
         ("fused-sum-of-norms", "norm.double().square()", "norm.double()"),
         ("fused-not-clipped", "torch.nn.utils.clip_grad_norm_([p], max_norm)", "pass"),
         ("fused-first-group-for-all", "optimizer.param_groups[number]", "optimizer.param_groups[0]"),
+    ),
+    *faults(
+        "scaling.py",
+        "rules/test_references.py test_optimizer.py backends/test_triton_optimizer.py",
+        ("step-maximize-ignored", "return sign_of(group) * (1.0", "return (1.0"),
+        ("amp-scale-multiplies", "float(1 / np.float32(scale.item()))", "float(scale.item())"),
+        ("amp-overflow-ignored", "found_inf is not None and bool(found_inf)", "False"),
     ),
 ]

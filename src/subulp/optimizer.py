@@ -35,6 +35,7 @@ from subulp.options import (
     state_dtype_of,
     warn_of_misspelt,
 )
+from subulp.scaling import LossScaling, sign_of
 from subulp.sharding import counter_device, is_zero, placed_like, zeros_for
 from subulp.torch_internals import is_dtensor, mark_written, opaque_to_compile
 
@@ -44,7 +45,7 @@ _IMMUTABLE = frozenset((float, int, bool, str, tuple, type(None)))
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
-class Optimizer(torch.optim.Optimizer):
+class Optimizer(LossScaling, torch.optim.Optimizer):
     """Base of every subulp optimizer.
 
     A subclass names its hyper-parameters with their checks, returns a :class:`~subulp.formula.rule.Rule` for a group and
@@ -391,7 +392,7 @@ class Optimizer(torch.optim.Optimizer):
                 bucket,
                 seed=group["seed"],
                 stochastic=rounding,
-                read_factor=_sign(group) if on_device else self._read_factor(group),
+                read_factor=sign_of(group) if on_device else self._read_factor(group),
                 **(self._amp_tensors(bucket.device) if on_device else {}),
             )
         mark_written(t for column in columns for t in column if is_dtensor(t))  # their local parts have been
@@ -441,39 +442,6 @@ class Optimizer(torch.optim.Optimizer):
             group = batch.group
             plan.step(batch, columns, self._ordered_scalars, group["seed"], self._read_factor(group))
 
-    # Mixed precision
-
-    @property
-    def amp_scaling(self) -> bool:
-        """Whether ``torch.amp.GradScaler`` leaves unscaling and skipping to the step (default False).
-
-        Then ``scaler.step(opt)`` sets ``opt.grad_scale`` and ``opt.found_inf`` and always calls the step, which divides the
-        gradients by the scale in fp32 and changes nothing, counters and noise included, if one is not finite. With
-        ``capturable=True`` on a GPU the host does not wait for either. Off by default because Lightning refuses gradient
-        clipping for such optimizers.
-        """
-        return bool(getattr(self, "_step_supports_amp_scaling", False))
-
-    @amp_scaling.setter
-    def amp_scaling(self, value: bool) -> None:
-        self._step_supports_amp_scaling = value
-
-    def _from_scaler(self, name: str) -> Tensor | None:
-        """``grad_scale`` or ``found_inf``: attributes that the scaler sets before a step and deletes after it."""
-        return getattr(self, name, None)
-
-    def _overflowed(self) -> bool:
-        found_inf = self._from_scaler("found_inf")
-        return found_inf is not None and bool(found_inf)
-
-    def _read_factor(self, group: dict[str, Any]) -> float:
-        scale = self._from_scaler("grad_scale")
-        return _sign(group) * (1.0 if scale is None else float(1 / np.float32(scale.item())))
-
-    def _amp_tensors(self, device: torch.device) -> dict[str, Tensor]:
-        given = {name: self._from_scaler(name) for name in ("grad_scale", "found_inf")}
-        return {name: t.to(device, torch.float32, non_blocking=True) for name, t in given.items() if t is not None}
-
 
 class _Checked:
     """The hyper-parameters of a group as they were when they passed."""
@@ -486,10 +454,6 @@ class _Checked:
         inner = [item for value in values for item in (value if isinstance(value, (tuple, list)) else (value,))]
         self.tensors = any(isinstance(item, Tensor) for item in inner)
         self.fixed &= not self.tensors
-
-
-def _sign(group: dict[str, Any]) -> float:
-    return -1.0 if group["maximize"] else 1.0
 
 
 def _choices(group: dict[str, Any]) -> tuple[bool | str, str]:

@@ -48,6 +48,12 @@ def test_no_spills_and_128_bit_accesses(report: Any, target: str, case: str) -> 
     assert (code["loads_128"], code["stores_128"]) == (loads, stores)
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_for_matrices_compile_without_contraction(report: Any, target: str) -> None:
+    found = report["matrices"][target]
+    assert found == dict.fromkeys(("sum_pieces", "sum_strips", "fold_pieces", "fold_strips", "update_factored"), 0)
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("target", NVIDIA)
 def test_nvidia_arithmetic_is_rounded_and_not_contracted(report: Any, target: str, case: str) -> None:

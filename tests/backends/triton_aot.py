@@ -30,10 +30,17 @@ from triton.runtime.jit import JITFunction
 from subulp.backends.bucket import Bucket
 from subulp.backends.triton import kernel as triton_kernel
 from subulp.backends.triton import launch as triton_gpu
+from subulp.backends.triton import matrix_kernel
+from subulp.backends.triton.bindings import jitted
+from subulp.formula.compose import quantity
+from subulp.formula.factors import weighed
 from subulp.formula.rule import Rule
 from subulp.rounding import LERP
 from subulp.rules.adamw import AMSGRAD, PLAIN
+from subulp.rules.came import MATRIX
+from subulp.rules.factored import square
 from subulp.storage import CODECS
+from subulp.storage.element import value_of
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -174,6 +181,41 @@ def _amd(asm: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def matrix_kernels(target: str) -> dict[str, int]:
+    """Contracted multiply-adds in each kernel for stacks of matrices: of CAME's update and the sum of its squares."""
+    gpu, bf16, fp32 = TARGETS[target], CODECS[torch.bfloat16], CODECS[torch.float32]
+    specialised = {
+        "VALUE": jitted(value_of(quantity(weighed, square), (bf16, fp32), False)),
+        "SIZES": 2,
+        "SCALED": False,
+    }
+    specialised |= {"COLUMNS": 1, "BY_COL": 1, "BY_ROW": 1, "SCALARS": 0}
+    factors = triton_kernel.constants(MATRIX.by_rows(), (bf16, bf16, bf16, fp32, fp32), 1, True)
+    update = {
+        name: factors[name] for name in ("UPDATE", "ENCODE", "SIZES", "DRAWS", "WORDS", "WRITTEN", "DIMS", "SCALED")
+    }
+    update |= {"COLUMNS": 3, "BY_COL": 2, "BY_ROW": 2, "SCALARS": len(MATRIX.scalars), "TILE": factors["SINGLES"]}
+    tables = {"table": "*i64", "chunks": "*i64", "scalar_table": "*fp32", "sums": "*fp64", "factor": "fp32"}
+    fold = {"sums": "*fp64", "folded": "*fp64", "chunks": "*i64"}
+    steps = {"table": "*i64", "chunks": "*i64", "steps": "*i64", "scalar_table": "*fp32", "factor": "fp32"}
+    kernels: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
+        "sum_pieces": (matrix_kernel.sum_pieces, tables, {**specialised, "ROWS": matrix_kernel.ROWS}),
+        "sum_strips": (matrix_kernel.sum_strips, tables, {**specialised, "COLS": matrix_kernel.COLS}),
+        "fold_pieces": (matrix_kernel.fold_pieces, fold, {}),
+        "fold_strips": (matrix_kernel.fold_strips, fold, {"COLS": matrix_kernel.COLS}),
+        "update_factored": (matrix_kernel.update_factored, steps, update),
+    }
+    found = {}
+    for name, (kernel, signature, constants) in kernels.items():
+        source = ASTSource(kernel, {**signature, **dict.fromkeys(constants, "constexpr")}, constants)
+        asm = triton.compile(source, target=gpu, options=triton_kernel.options(gpu.warp_size)).asm
+        text = asm.get("ptx") or asm["amdgcn"]
+        # Division expands to fused operations of its own on AMD: what counts there is the flags in the IR.
+        flags = re.findall(r"\bf(?:add|sub|mul)\b.*\bcontract\b", asm["llir"])
+        found[name] = len(re.findall(r"\bfma\.\S*f(?:32|64)", text)) + len(flags)
+    return found
+
+
 def launches() -> dict[str, int]:
     """How many kernels the launch code compiles over steps in which learning rate, step and sizes change.
 
@@ -222,5 +264,6 @@ if __name__ == "__main__":
         _table()
     else:
         result: dict[str, Any] = {target: {case: analyse(target, case) for case in CASES} for target in TARGETS}
+        matrices = {target: matrix_kernels(target) for target in TARGETS}
         fused = {target: analyse(target, "lerp", enable_fp_fusion=True) for target in ("sm_90", "gfx942")}
-        print(json.dumps({"code": result, "fused": fused, "launch": launches()}))
+        print(json.dumps({"code": result, "fused": fused, "launch": launches(), "matrices": matrices}))

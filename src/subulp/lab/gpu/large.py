@@ -67,7 +67,7 @@ def _reference_step(optimizer: subulp.AdamW, window: list[Tensor], start: int, s
         [Layout(start, (WINDOW,), (1,))],
         [stream],
         np.array([3]),
-        np.array([optimizer.scalars(group, 3.0)]),
+        np.array([optimizer.rule(group).ordered(optimizer.scalars(group, 3.0))]),
         np.zeros(1, dtype=np.int64),
     )
     eager.run(optimizer.rule(group), bucket, seed=SEED, stochastic=True)
