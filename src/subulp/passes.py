@@ -50,8 +50,15 @@ class Kind:
             for shape, (whole, offset) in zip(own, blocks, strict=True)
         ]
         self.stacks = Stacks(own, layouts, [int(state["stream"]) for state in states])
+        self._parts: dict[tuple[int, ...], Kind] = {}
         self.numel = self.vector([prod(shape) for shape in self.shapes])
         """Elements of each whole parameter."""
+
+    def only(self, chosen: tuple[int, ...], params: Sequence[Tensor], states: Sequence[Mapping[str, Any]]) -> Kind:
+        """The kind of some of its parameters, which are ``params``."""
+        if chosen not in self._parts:
+            self._parts[chosen] = Kind(params, states)
+        return self._parts[chosen]
 
     def vector(self, numbers: Sequence[float]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.float64).to(self.device, non_blocking=True)
@@ -97,6 +104,7 @@ class Passes:
         self.kind = kind
         self.group = group
         self.params = params
+        self.grads = grads
         self.states = states
         self.steps = steps
         self.factor = factor
@@ -115,6 +123,13 @@ class Passes:
         if written:
             self._copies += [(t, copy) for t, copy in zip(own, result, strict=True) if t is not copy]
         return result
+
+    def only(self, chosen: Sequence[int]) -> Passes:
+        """The same for some of its parameters."""
+        params, grads = ([column[i] for i in chosen] for column in (self.params, self.grads))
+        states = [self.states[i] for i in chosen]
+        kind = self.kind.only(tuple(chosen), params, states)
+        return Passes(kind, self.group, params, grads, states, self.steps[list(chosen)], self.factor)
 
     def column(self, name: str) -> list[Tensor]:
         """``p``, ``g``, or the state of this name of each parameter: this process's part."""

@@ -236,27 +236,21 @@ class Muon(StagedOptimizer):
 
     def update(self, passes: Passes) -> None:
         group = passes.group
-        directions = self._directions(passes)
-        orthogonal: list[Tensor] = list(directions)
-        scale = [0.0] * len(directions)
-        for chosen in _batches(passes):
-            shape = passes.kind.shapes[chosen[0]]
-            view = cast(tuple[int, int, int], matrices_of(shape, group["view"]))  # checked before the step
-            wholes = [whole_of(directions[i], passes.params[i]).bfloat16().reshape(view) for i in chosen]
-            results = _orthogonal(torch.cat(wholes), group).reshape(len(chosen), *shape)
-            for i, whole in zip(chosen, results, strict=True):
-                orthogonal[i] = part_of(whole, passes.params[i]).contiguous()
-                scale[i] = _adjustment(group, view[1:])
         lr = float(group["lr"])
-        passes.apply(
-            MUON,
-            {
+        for chosen in _batches(passes):
+            batch = passes.only(chosen)
+            shape = batch.kind.shapes[0]
+            view = cast(tuple[int, int, int], matrices_of(shape, group["view"]))  # checked before the step
+            directions = zip(self._directions(batch), batch.params, strict=True)
+            whole = torch.cat([whole_of(own, p).bfloat16().reshape(view) for own, p in directions])
+            results = _orthogonal(whole, group).reshape(len(chosen), *shape)
+            scalars = {
                 "decay": lr * group["weight_decay"],
-                "step_size": lr * passes.kind.vector(scale),
+                "step_size": lr * _adjustment(group, view[1:]),
                 "one_minus_momentum": 1 - group["momentum"],
-            },
-            reads={"o": orthogonal},
-        )
+            }
+            parts = [part_of(o, p).contiguous() for o, p in zip(results, batch.params, strict=True)]
+            batch.apply(MUON, scalars, reads={"o": parts})
 
     @staticmethod
     def _directions(passes: Passes) -> list[Tensor]:
