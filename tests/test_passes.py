@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import subulp
-from subulp import passes
+from subulp import passes, staged
 from subulp.backends import sums
 from subulp.passes import Kind
 from tests.bits import same_bits
-from tests.models import make_params, set_grads, train
+from tests.models import everything, make_params, set_grads, train
 
 OPTIMIZERS = [(subulp.Adafactor, {}), (subulp.CAME, {"lr": 1e-3}), (subulp.Prodigy, {})]
 
@@ -57,6 +57,19 @@ def test_company_changes_no_bit(cls, options):
         for own in each:
             own.step()
     assert all(same_bits(p.detach(), q.detach()) for p, q in zip(together, alone, strict=True))
+
+
+@pytest.mark.parametrize(("cls", "options"), [*OPTIMIZERS, (subulp.Muon, {"lr": 1e-2})], ids=str)
+@pytest.mark.parametrize("together", [1, 60, 100])
+def test_batches_change_no_bit(cls, options, together, monkeypatch):
+    results = []
+    for limit in (staged.TOGETHER, together):
+        monkeypatch.setattr(staged, "TOGETHER", limit)
+        params = make_params(((5, 7), (6, 4), (5, 7), (4, 4)))
+        opt = cls(params, stream=0, **options)
+        train(opt, params, 3)
+        results.append(everything(opt, params))
+    assert all(map(same_bits, *results))
 
 
 @pytest.mark.parametrize(("cls", "options"), OPTIMIZERS, ids=str)

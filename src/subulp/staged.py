@@ -17,6 +17,9 @@ from subulp.passes import Kind, Passes
 from subulp.sharding import placed_like
 from subulp.torch_internals import is_dtensor, local_tensor
 
+TOGETHER = 1 << 24
+"""Elements of the parameters that go through the passes together (or one parameter): sums take an eighth of a byte each."""
+
 
 class StagedOptimizer(Optimizer):
     """Base of optimizers whose update is not elementwise: passes over all parameters of a kind, see :class:`Passes`.
@@ -85,13 +88,21 @@ class StagePlan:
 
     def __init__(self, batch: Batch, states: Sequence[dict[str, Any]]) -> None:
         self._seen = _identity(batch, states)
-        members: dict[Any, list[int]] = {}
+        members: dict[Any, list[list[int]]] = {}
+        sizes: dict[Any, int] = {}
         for i, (p, grad, state) in enumerate(zip(batch.params, batch.grads, states, strict=True)):
             if p.numel() > 0 and not p.is_meta:
-                members.setdefault(_kind_of(p, grad, state), []).append(i)
+                kind = _kind_of(p, grad, state)
+                # By the whole parameter's size, so that all processes cut alike.
+                sizes[kind] = sizes.get(kind, TOGETHER) + p.numel()
+                if sizes[kind] > TOGETHER:
+                    sizes[kind] = p.numel()
+                    members.setdefault(kind, []).append([])
+                members[kind][-1].append(i)
         self.kinds = [
             (Kind([batch.params[i] for i in chosen], [states[i] for i in chosen]), chosen)
-            for chosen in members.values()
+            for batches in members.values()
+            for chosen in batches
         ]
 
     def fits(self, batch: Batch, states: Sequence[dict[str, Any]]) -> bool:
