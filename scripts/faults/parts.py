@@ -72,9 +72,9 @@ MUTANTS: list[Mutant] = [
         "formula/compose.py",
         "test_compose.py",
         (
-            "compose-outputs-keep-their-names",
-            "renamed(self.inputs), renamed(self.outputs), axes",
-            "renamed(self.inputs), self.outputs, axes",
+            "compose-axes-keep-their-names",
+            "(names.get(name, name), axis) for name, axis in self.axes",
+            "(name, axis) for name, axis in self.axes",
         ),
         ("compose-unused-parts", "if not needed & {*each.outputs}:", "if not needed | {*each.outputs}:"),
         (
